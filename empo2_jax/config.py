@@ -1,0 +1,322 @@
+"""The configuration: TOML in, validated pydantic models out. Every key, its meaning, unit and default stand here.
+
+Presets stack with `extends = "other.toml"` (relative to the file; a child overrides its parent key by key). An unknown
+key is an error that names the nearest known one. Code below `trainer.run` receives a section, never the whole.
+"""
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from empo2_jax.errors import ConfigError
+
+Probability = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, no unknown keys, no implicit conversions of text to numbers."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+
+
+class RunConfig(Section):
+    """The run as a whole."""
+
+    name: str = Field("run", description="name of the run; the run directory defaults to runs/<name>")
+    dir: str = Field("", description="run directory; empty = runs/<name>")
+    seed: int = Field(0, ge=0, description="seed of every draw of the run")
+    iterations: int = Field(100, ge=0, description="iterations (rollout + update) of the whole run")
+    tensorboard: bool = Field(True, description="write TensorBoard event files beside metrics.jsonl")
+    episodes_logged: int = Field(64, ge=0, description="episodes written in full to episodes/<iteration>.jsonl")
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: str = Field(
+        "smollm2-135m-instruct",
+        description="Hugging Face folder, hub id, `smollm2-135m-instruct` (installable weights) or `toy` (shipped start)",
+    )
+    compute_dtype: Literal["float32", "bfloat16"] = Field("float32", description="activations; master weights are f32")
+    remat: bool = Field(True, description="recompute activations in the backward pass, layer by layer")
+    mesh: tuple[Positive, Positive, Positive] = Field(
+        (1, 1, 1), strict=False, description="devices along the axes data, fsdp, tensor"
+    )
+
+
+class EnvConfig(Section):
+    """The text world."""
+
+    name: str = Field("toy", description="module of empo2_jax/envs or a dotted path to one outside")
+    tasks: tuple[str, ...] = Field((), strict=False, description="task names or ids; empty = the environment's default")
+    train_variations: Positive = Field(5, description="first variations of the train split that are trained on")
+    step_limit: Positive = Field(30, description="actions per episode, exactly")
+    simplification: str = Field("", description="ScienceWorld simplifications, for example `easy`")
+    deterministic: bool = Field(False, description="ScienceWorld: same actions, same transcript, over processes")
+    resolution: Literal["ours", "released-code"] = Field("ours", description="rule that maps text to an action")
+    workers: Positive = Field(2, description="environments stepped at the same time (JVMs for ScienceWorld)")
+    step_timeout_s: float = Field(60.0, gt=0, description="seconds after which a call of the simulator has failed")
+
+
+class RolloutConfig(Section):
+    """Collecting episodes."""
+
+    tasks_per_iteration: Positive = Field(16, description="P: tasks drawn per iteration")
+    group_size: Positive = Field(8, description="G: episodes per task")
+    temperature: float = Field(1.0, gt=0, description="sampling temperature of training episodes; also the learner's")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus of the sampling; training needs 1")
+    max_action_tokens: Positive = Field(32, description="tokens per action")
+    max_length: Positive = Field(4500, description="tokens of one episode, prompts and answers; ends with `length`")
+    slots: Positive = Field(16, description="sequences whose KV cache the in-process engine keeps")
+    retries: int = Field(1, ge=0, description="times an episode that failed is run again with the same draws")
+
+
+class AlgorithmConfig(Section):
+    """What is learned from the episodes (paper sections 4.1 and 4.2)."""
+
+    name: Literal["empo2", "grpo"] = Field("empo2", description="algorithm; grpo is empo2 with p_memory 0, no novelty")
+    p_memory: Probability = Field(0.25, description="p: probability that an episode acts with tips")
+    q_off_policy: Probability = Field(2 / 3, description="q: given tips, probability of learning without them")
+    mode_scope: Literal["iteration", "group", "episode"] = Field("episode", description="what one draw of p, q covers")
+    off_policy_denominator: Literal["student", "behavior"] = Field(
+        "student", description="old policy of off-policy rows: without tips (student) or with tips (behavior)"
+    )
+    clip_low: float = Field(0.2, gt=0, lt=1, description="ε_low: ratio is clipped at 1 − ε_low")
+    clip_high: float = Field(0.3, gt=0, description="ε_high: ratio is clipped at 1 + ε_high")
+    dual_clip: float = Field(10.0, gt=1, description="c: bound of the loss where the advantage is negative")
+    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "episode-mean"] = Field(
+        "seq-mean-token-mean", description="how tokens are averaged; a sequence is one step (an action)"
+    )
+    min_token_prob: Probability = Field(0.0067, description="δ: tokens less likely than this give no policy loss; 0 = off")
+    mask_modes: Literal["off_policy", "all"] = Field("off_policy", description="rows that the δ-mask applies to")
+    mask_sign: Literal["all", "negative"] = Field("all", description="δ-mask on all tokens or on negative advantages only")
+    mask_unit: Literal["token", "row"] = Field("token", description="row: an unlikely token drops its whole step")
+    kl_coefficient: NonNegative = Field(0.0, description="β of the k3 estimate against the policy at the start of RL")
+    entropy_coefficient: NonNegative = Field(0.0, description="c_H: bonus per nat of entropy")
+    advantage_baseline: Literal["group", "mode"] = Field("group", description="members a return is compared with")
+    advantage_std_floor: NonNegative = Field(0.0, description="least standard deviation to divide by, points")
+    rollout_correction: Literal["auto", "on", "off"] = Field(
+        "auto", description="truncated importance weight engine→trainer; auto = on unless the engine is in-process"
+    )
+    rollout_correction_cap: float = Field(2.0, gt=0, description="cap of that weight")
+
+
+class MemoryConfig(Section):
+    """Tips: written after episodes, retrieved while acting (paper section 4.1)."""
+
+    capacity: Positive = Field(1000, description="entries per buffer")
+    threshold: float = Field(0.5, ge=-1, le=1, description="a tip is retrieved if its cosine is strictly above this")
+    top_k: Positive = Field(10, description="tips per block, best score first")
+    scope: Literal["variation", "task", "global"] = Field("variation", description="what shares one buffer")
+    key: Literal["state", "transcript"] = Field("state", description="text that is embedded as key of an entry")
+    distinct_episodes: bool = Field(True, description="at most one tip per source episode in a block")
+    placement: Literal["history"] = Field("history", description="a tip block stays in the turn where it was retrieved")
+    eviction: Literal["fifo", "lowest_score"] = Field("fifo", description="entry that leaves a full buffer")
+    tip_max_tokens: Positive = Field(128, description="tokens of one tip")
+    writer: Literal["policy", "scripted"] = Field("policy", description="who writes tips; scripted is for tests")
+    embedder: Literal["minilm", "hashing"] = Field("minilm", description="text to vector; hashing for tests and the toy")
+    index: Literal["exact", "scann"] = Field("scann", description="nearest-neighbor search; both give the same answers")
+
+
+class IntrinsicConfig(Section):
+    """Reward for novel states (paper section 4.3)."""
+
+    kind: Literal["count", "none"] = Field("count", description="count: coefficient / visits of similar states")
+    coefficient: NonNegative = Field(1.0, description="points of a first visit")
+    threshold: float = Field(0.95, ge=-1, le=1, description="cosine from which two states are the same")
+    revisits: bool = Field(True, description="pay coefficient/n for revisits too")
+
+
+class UpdateConfig(Section):
+    """The optimizer and its batches."""
+
+    learning_rate: float = Field(1e-6, gt=0, description="constant after the warm-up")
+    warmup_updates: int = Field(0, ge=0, description="updates with a linearly growing rate")
+    weight_decay: NonNegative = Field(0.01, description="AdamW's decoupled weight decay")
+    beta1: Probability = Field(0.9, description="AdamW β1")
+    beta2: Probability = Field(0.999, description="AdamW β2")
+    max_grad_norm: float = Field(1.0, gt=0, description="global gradient norm is clipped to this")
+    minibatch_steps: Positive = Field(128, description="step rows (actions) per optimizer step; episodes stay whole")
+    epochs: Positive = Field(1, description="passes over the episodes of an iteration")
+    buckets: tuple[Positive, ...] = Field((512, 1024, 2048, 4608), strict=False, description="row lengths T, at most 4")
+    micro_batch_tokens: Positive = Field(4608, description="tokens per forward pass, padding included")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if list(self.buckets) != sorted(set(self.buckets)) or len(self.buckets) > 4:
+            raise ValueError(f"update.buckets = {list(self.buckets)}: at most 4 increasing lengths are allowed")
+        if self.micro_batch_tokens < self.buckets[-1]:
+            raise ValueError(
+                f"update.micro_batch_tokens = {self.micro_batch_tokens} is below the largest bucket {self.buckets[-1]}"
+            )
+        return self
+
+
+class EvaluationConfig(Section):
+    """The fixed panel: no memory, fixed seeds."""
+
+    every: int = Field(10, ge=0, description="iterations between evaluations; 0 = only before the first and at the end")
+    split: Literal["train", "dev", "test"] = Field("test", description="split of the panel's variations")
+    variations: Positive = Field(20, description="first variations per task")
+    repeats: Positive = Field(4, description="episodes per variation")
+    temperature: NonNegative = Field(0.4, description="sampling temperature")
+
+
+class CheckpointConfig(Section):
+    """Saving and keeping."""
+
+    every: Positive = Field(1, description="iterations between checkpoints; the last one is always saved")
+    keep: Positive = Field(3, description="checkpoints kept")
+
+
+class WarmstartConfig(Section):
+    """Supervised next-token training on transcripts of training variations (`empo2 warmstart`)."""
+
+    updates: int = Field(60, ge=0, description="optimizer steps")
+    demonstrations: Positive = Field(40, description="transcripts asked from the environment")
+    batch_episodes: Positive = Field(2, description="transcripts per optimizer step")
+    learning_rate: float = Field(2e-4, gt=0, description="peak; linear warm-up over the first tenth, then cosine to a tenth")
+    init: Literal["pretrained", "random"] = Field("pretrained", description="random: a new model of [warmstart.shape]")
+    hidden_size: Positive = Field(96, description="random init: d")
+    num_layers: Positive = Field(3, description="random init: layers")
+    num_heads: Positive = Field(4, description="random init: query heads")
+    num_kv_heads: Positive = Field(2, description="random init: key/value heads")
+    intermediate_size: Positive = Field(256, description="random init: feed-forward width")
+
+
+class Config(Section):
+    """One experiment."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    env: EnvConfig = EnvConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    memory: MemoryConfig = MemoryConfig()
+    intrinsic: IntrinsicConfig = IntrinsicConfig()
+    update: UpdateConfig = UpdateConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    warmstart: WarmstartConfig = WarmstartConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.rollout.top_p < 1:
+            raise ValueError("rollout.top_p < 1: training needs top_p = 1 (log-probs are over the full vocabulary)")
+        if self.rollout.max_length > self.update.buckets[-1]:
+            raise ValueError(
+                f"rollout.max_length = {self.rollout.max_length} exceeds the largest bucket {self.update.buckets[-1]}"
+            )
+        if self.algorithm.name == "grpo" and (self.algorithm.p_memory > 0):
+            raise ValueError("algorithm.name = grpo needs algorithm.p_memory = 0")
+        return self
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the run lives."""
+        return Path(self.run.dir or f"runs/{self.run.name}")
+
+
+def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such configuration file")
+    if path.resolve() in seen:
+        raise ConfigError(f"{path}: `extends` runs in a circle")
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    parent = values.pop("extends", None)
+    if parent is None:
+        return values
+    if not isinstance(parent, str):
+        raise ConfigError(f"{path}: extends = {parent!r}: a file name is allowed")
+    return _merge(_read(path.parent / parent, (*seen, path.resolve())), values)
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _known(location: tuple[Any, ...]) -> list[str]:
+    model: Any = Config
+    for part in location:
+        field = model.model_fields.get(part)
+        model = field.annotation if field else None
+        if not (isinstance(model, type) and issubclass(model, BaseModel)):
+            return []
+    return list(model.model_fields)
+
+
+def _explain(source: str, error: ValidationError) -> str:
+    first = error.errors()[0]
+    location = first["loc"]
+    key = ".".join(str(part) for part in location)
+    if first["type"] == "extra_forbidden":
+        known = _known(location[:-1])
+        near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.0)
+        return f"{source}: unknown key `{key}`; the nearest known key is `{'.'.join([*map(str, location[:-1]), *near])}`"
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{source}: {key} = {first['input']!r}: {message}" if key else f"{source}: {message}"
+
+
+def parse_config(values: dict[str, Any], source: str = "configuration") -> Config:
+    """Validate nested values; `source` names them in errors."""
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(_explain(source, error)) from None
+
+
+def parse_override(text: str) -> tuple[list[str], Any]:
+    """`section.key=value` with the value in TOML syntax; bare words are text."""
+    key, separator, raw = text.partition("=")
+    if not separator:
+        raise ConfigError(f"override `{text}`: section.key=value is expected")
+    try:
+        value = tomllib.loads(f"v = {raw}")["v"]
+    except tomllib.TOMLDecodeError:
+        value = raw
+    return key.strip().split("."), value
+
+
+def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+    """Read a TOML file with its presets, apply `section.key=value` overrides, validate."""
+    values = _read(Path(path))
+    for text in overrides:
+        keys, value = parse_override(text)
+        nested: Any = value
+        for key in reversed(keys):
+            nested = {key: nested}
+        values = _merge(values, nested)
+    return parse_config(values, str(path))
+
+
+def dump_toml(config: Config) -> str:
+    """The resolved configuration as TOML, every key spelled out."""
+    lines = []
+    for name, section in config:
+        lines.append(f"[{name}]")
+        for key, value in section:
+            lines.append(f"{key} = {_toml_value(value)}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    return repr(value)

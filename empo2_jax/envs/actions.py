@@ -1,0 +1,75 @@
+"""From free text to an action of a text world: exact form, then the world's own parser, then harmless similarity.
+
+Correction by similarity is dangerous where an action is final: an impossible `focus on X` turned into the nearest
+possible one ends the episode with -100 points, while the world itself answers "no known action" for 0 points. So a
+correction happens only for harmless verbs, only with the verb that was written, only above a cut-off, and only after
+the world refused the text. Pure text: this module knows no simulator.
+"""
+
+import re
+from collections.abc import Sequence
+from difflib import SequenceMatcher
+from typing import Literal, NamedTuple
+
+How = Literal["exact", "engine", "similar", "invalid"]
+
+FORBIDDEN = ("reset task",)  # meta commands of a simulator that would undo an episode
+HARMLESS = frozenset({"close", "go", "inventory", "look", "open", "pick", "put", "read", "teleport", "wait"})
+MAX_LENGTH = 200  # characters; the longest real actions have about 90
+
+_SPACES = re.compile(r"[\s\x00-\x1f\x7f]+")
+_EDGES = " \"'`.,;:!?*<>"
+
+
+class Resolution(NamedTuple):
+    """The text to send to the world ("" if nothing may be sent) and how it was found."""
+
+    action: str
+    how: How
+
+
+def normalize(text: str) -> str:
+    """First non-empty line in lower case, single spaces, without quotes and punctuation at the ends."""
+    line = next((line for line in text.splitlines() if line.strip(_EDGES)), "")
+    return _SPACES.sub(" ", line[: 2 * MAX_LENGTH].lower()).strip(_EDGES)[:MAX_LENGTH].strip(_EDGES)
+
+
+def resolve(text: str, templates: Sequence[str]) -> Resolution:
+    """What to send for `text`, before the world was asked.
+
+    `templates` are the world's action forms with OBJ for an object, for example "move OBJ to OBJ". A text of such a
+    form is "exact"; other text is left to the world's own parser ("engine"); empty and forbidden text is "invalid".
+    """
+    action = normalize(text)
+    if not action or action.split()[0] in {forbidden.split()[0] for forbidden in FORBIDDEN}:
+        return Resolution("", "invalid")
+    return Resolution(action, "exact" if any(fits(action, template) for template in templates) else "engine")
+
+
+def fits(action: str, template: str) -> bool:
+    """Whether `action` has the form of `template`, each OBJ filled with some words."""
+    pattern = r"\S.*".join(re.escape(part) for part in template.split("OBJ"))
+    return re.fullmatch(pattern, action) is not None
+
+
+def closest(action: str, candidates: Sequence[str], cutoff: float) -> Resolution:
+    """The candidate most like a refused `action` if its verb is harmless and the ratio exceeds `cutoff` in [0, 1]."""
+    words = action.split()
+    if not words or words[0] not in HARMLESS:
+        return Resolution("", "invalid")
+    ratio, candidate = most_similar(action, [text for text in candidates if text.split()[0] == words[0]])
+    return Resolution(candidate, "similar") if ratio > cutoff else Resolution("", "invalid")
+
+
+def most_similar(action: str, candidates: Sequence[str]) -> tuple[float, str]:
+    """Ratio and text of the candidate most like `action`, whatever its verb; (0, "") without candidates.
+
+    Ties go to the first in alphabetical order. Alone it is the correction of the released code: see the module text.
+    """
+    matcher = SequenceMatcher(b=action, autojunk=False)
+    best = (0.0, "")
+    for candidate in sorted(candidates):
+        matcher.set_seq1(candidate)
+        if matcher.real_quick_ratio() > best[0] and matcher.quick_ratio() > best[0] and matcher.ratio() > best[0]:
+            best = (matcher.ratio(), candidate)
+    return best

@@ -1,0 +1,82 @@
+"""The environment protocol: one text world, one episode at a time.
+
+An environment owns its prompts: the text of the first turn, of later turns and of the request for a tip. It knows
+nothing of tokens, memory or learning. Instances are not thread-safe; the collector steps each from one thread at a
+time. A failure of the simulator raises `EnvError`; a bad action is an ordinary observation.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from empo2_jax.types import Message, Observation, Task
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """One text world. `reset` before everything else."""
+
+    goal: str  # task description of the current episode
+
+    def reset(self, task: Task, seed: int) -> Observation:
+        """Start an episode of `task`; `seed` decides whatever the world draws."""
+        ...
+
+    def step(self, action: str) -> Observation:
+        """Resolve and apply free text; the observation tells what was sent to the world and how it was resolved."""
+        ...
+
+    def admissible_actions(self) -> Sequence[str]:
+        """All actions the world would accept now, sorted. May be slow: ask only when needed."""
+        ...
+
+    def close(self) -> None:
+        """Release everything; safe to call twice."""
+        ...
+
+
+@runtime_checkable
+class EnvironmentFamily(Protocol):
+    """What a module of `envs/` offers as `family(config)`: tasks, prompts and environments that share resources."""
+
+    name: str
+    max_score: float  # points of a perfect episode
+
+    def tasks(self, split: str) -> list[Task]:
+        """Tasks of "train", "dev" or "test" in a fixed order, as configured."""
+        ...
+
+    def make(self) -> Environment:
+        """A new environment, or one from the pool."""
+        ...
+
+    def system_prompt(self) -> str:
+        """System message; "" for the model's own default."""
+        ...
+
+    def first_turn(self, goal: str, observation: str) -> str:
+        """User turn that opens an episode, with the answer instruction; tips are appended by the collector."""
+        ...
+
+    def next_turn(self, observation: str) -> str:
+        """User turn after an action."""
+        ...
+
+    def tip_request(self, score: float) -> str:
+        """User turn after the episode that asks the policy for one tip (paper appendix; own words)."""
+        ...
+
+    def memory_key(self, goal: str, state: str) -> str:
+        """Text whose embedding is the key of a memory entry (task, latest observation, inventory)."""
+        ...
+
+    def scripted_tip(self, goal: str, steps: Sequence[tuple[str, str]], score: float) -> str:
+        """A tip by rule for tests and named options; (action, observation after it) pairs. "" where none exists."""
+        ...
+
+    def demonstrations(self, split: str, count: int, seed: int) -> list[list[Message]]:
+        """Chats for the supervised warm start, made on `split`; loss falls on the assistant turns."""
+        ...
+
+    def close(self) -> None:
+        """Release shared resources; no process outlives this call."""
+        ...

@@ -1,0 +1,130 @@
+"""Chats for the supervised warm start: gold paths replayed in the real simulator, with detours, failures and tips.
+
+Four kinds take turns: the gold path; the gold path with harmless detours; the gold path after a tip that a success
+wrote; a stay that only explores and ends early. Each closes with the request for a tip and a truthful tip by rule, so
+that a small model learns to act, to use tips and to write them. Gold paths come from a Java process of their own
+(generating them would slow every later reset of a stepping one) and are cached as JSON.
+"""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from empo2_jax.envs.base import Environment, EnvironmentFamily
+from empo2_jax.envs.scienceworld_jvm import GOLD_FLAGS, VERSION, Jvm
+from empo2_jax.randomness import generator
+from empo2_jax.types import Message, Task
+
+KINDS = ("gold", "detours", "tips", "exploration")
+_DETOURS = ("look around", "inventory", "wait1")
+_HARMLESS_GOLD = ("go ", "open ", "look ")
+
+
+class GoldPaths:
+    """Solutions by (task, variation), from the cache or from a Java process started when first needed."""
+
+    def __init__(self, simplification: str) -> None:
+        self._simplification = simplification
+        self._jvm: Jvm | None = None
+
+    def actions(self, task: Task) -> list[str]:
+        """The gold path of `task`, not cut at the end of the episode."""
+        path = cache_directory() / f"{task.name}-{task.variation}-{self._simplification or 'full'}.json"
+        if path.is_file():
+            return json.loads(path.read_text(encoding="utf-8"))
+        if self._jvm is None:
+            self._jvm = Jvm(GOLD_FLAGS, timeout_s=300.0)
+        actions = self._jvm.gold_actions(task.name, task.variation, self._simplification)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps(actions), encoding="utf-8")
+        partial.replace(path)
+        return actions
+
+    def close(self) -> None:
+        """End the Java process if one was started."""
+        if self._jvm is not None:
+            self._jvm.kill()
+            self._jvm = None
+
+
+class Demonstrator:
+    """Makes chats from tasks; `tips_block` renders tips for a prompt, without it no chat has tips."""
+
+    def __init__(
+        self, prompts: EnvironmentFamily, simplification: str, tips_block: Callable[[Sequence[str]], str] | None = None
+    ) -> None:
+        self._prompts = prompts
+        self._tips_block = tips_block
+        self._gold = GoldPaths(simplification)
+
+    def chats(self, tasks: Sequence[Task], count: int, seed: int) -> list[list[Message]]:
+        """`count` chats over `tasks` in an order drawn from `seed`; the kinds of `KINDS` take turns."""
+        order = generator(seed, "demonstrations").permutation(len(tasks))
+        environment = self._prompts.make()
+        try:
+            return [
+                self._chat(environment, tasks[order[number % len(tasks)]], KINDS[number % len(KINDS)], seed, number)
+                for number in range(count)
+            ]
+        finally:
+            environment.close()
+            self._gold.close()
+
+    def _chat(self, environment: Environment, task: Task, kind: str, seed: int, number: int) -> list[Message]:
+        gold = self._gold.actions(task)
+        rng = generator(seed, "demonstration", number)
+        if kind == "tips" and self._tips_block is not None:
+            score, steps, _ = self._play(environment, task, gold)
+            tip = self._prompts.scripted_tip(environment.goal, steps, score)
+            return self._play(environment, task, gold, self._tips_block([f"{tip} (score {score:g})"]))[2]
+        if kind == "detours":
+            return self._play(environment, task, detours(gold, rng))[2]
+        if kind == "exploration":
+            return self._play(environment, task, exploration(gold, rng))[2]
+        return self._play(environment, task, gold)[2]
+
+    def _play(
+        self, environment: Environment, task: Task, actions: Sequence[str], tips: str = ""
+    ) -> tuple[float, list[tuple[str, str]], list[Message]]:
+        """Final score, (action, reply) pairs and the chat of `actions`, cut where the episode ends."""
+        observation = environment.reset(task, 0)
+        opening = self._prompts.first_turn(environment.goal, observation.text)
+        chat = [Message("user", f"{opening}\n{tips}" if tips else opening)]
+        steps: list[tuple[str, str]] = []
+        for action in actions:
+            observation = environment.step(action)
+            steps.append((action, observation.text))
+            chat.append(Message("assistant", action))
+            if observation.done:
+                break
+            chat.append(Message("user", self._prompts.next_turn(observation.text)))
+        if chat[-1].role == "user":
+            chat.pop()
+        chat.append(Message("user", self._prompts.tip_request(observation.score)))
+        chat.append(Message("assistant", self._prompts.scripted_tip(environment.goal, steps, observation.score)))
+        return observation.score, steps, chat
+
+
+def detours(gold: Sequence[str], rng: np.random.Generator) -> list[str]:
+    """The path with one to three harmless actions put before its last one, never before the answer to a choice."""
+    path = list(gold)
+    for _ in range(int(rng.integers(1, 4))):
+        places = [place for place, action in enumerate(path) if not action.isdigit()]
+        path.insert(places[int(rng.integers(len(places)))], _DETOURS[int(rng.integers(len(_DETOURS)))])
+    return path
+
+
+def exploration(gold: Sequence[str], rng: np.random.Generator) -> list[str]:
+    """Looking about on the way of the path without its deeds: only walking, opening and looking, then stopping."""
+    walk = [action for action in gold if action.startswith(_HARMLESS_GOLD)][:6]
+    return detours([*walk, "look around"], rng)
+
+
+def cache_directory() -> Path:
+    """Where gold paths are kept: `$EMPO2_CACHE`, else the user's cache."""
+    root = os.environ.get("EMPO2_CACHE") or str(Path.home() / ".cache" / "empo2_jax")
+    return Path(root) / "scienceworld-gold" / VERSION

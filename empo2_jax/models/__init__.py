@@ -1,0 +1,1 @@
+"""The model, its sharding, its weights and its tokenizer."""

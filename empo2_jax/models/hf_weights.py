@@ -1,0 +1,103 @@
+"""Load and save Qwen2 weights as Hugging Face folders.
+
+Attribute paths of the model equal tensor names and kernels share their orientation, so both ways are plain copies,
+one tensor at a time. Tokenizers are `models/tokenizer.py`; publishing weights to engines is `sync/`.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, DTypeLike, Float
+
+from empo2_jax.errors import DataError
+from empo2_jax.models.hf_folder import TensorReader, copy_tokenizer, new_folder, read_json, write_json, write_tensors
+from empo2_jax.models.qwen2 import Qwen2, Qwen2Config
+from empo2_jax.models.sharding import shardings
+
+
+def read_config(folder: Path) -> Qwen2Config:
+    """Architecture of a folder; raises DataError (no file) or ConfigError (a key that cannot be honored)."""
+    return Qwen2Config.from_hf(read_json(Path(folder) / "config.json"))
+
+
+def load_model(folder: Path, *, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None) -> Qwen2:
+    """Read a folder into a model with f32 parameters that computes in `dtype`.
+
+    With a mesh every parameter is placed by `sharding.shardings`; without one it goes to the default device.
+
+    Raises:
+        DataError: a file or tensor is missing, truncated, of the wrong shape or unknown; named in the message.
+        ConfigError: config.json has a key that cannot be honored, or a size does not divide over the mesh.
+    """
+    folder = Path(folder)
+    config = read_config(folder)
+    abstract = nnx.eval_shape(lambda: Qwen2(config, rngs=nnx.Rngs(0), dtype=dtype))
+    graph, params = nnx.split(abstract)
+    reader = TensorReader(folder)
+    _check_names(folder, reader.names, named(params).keys(), config)
+    placed = named(shardings(params, mesh)) if mesh is not None else {}
+
+    def read(name: str, shape: tuple[int, ...]) -> Float[Array, "..."]:
+        tensor = reader.read(name, shape).astype(np.float32)
+        return jax.make_array_from_callback(shape, placed[name], tensor.__getitem__) if placed else jnp.asarray(tensor)
+
+    flat = [
+        (path, variable.replace(read(_hf_name(path), variable.shape))) for path, variable in nnx.to_flat_state(params)
+    ]
+    return nnx.merge(graph, nnx.from_flat_state(flat))
+
+
+def save_model(
+    folder: Path,
+    params: nnx.State,
+    config: Qwen2Config,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    max_shard_bytes: int = 4 << 30,
+    tokenizer_folder: Path | None = None,
+) -> None:
+    """Write a new folder that transformers and `load_model` read back; atomic.
+
+    Args:
+        folder: Where to; must not exist or be empty.
+        params: `nnx.state(model, nnx.Param)`.
+        config: Architecture of `params`.
+        dtype: Stored dtype, f32 or bf16; values are cast on the device.
+        max_shard_bytes: Largest safetensors file.
+        tokenizer_folder: Folder whose tokenizer files are copied along.
+    """
+    tensors, dtype = named(params), jnp.dtype(dtype)
+    with new_folder(Path(folder)) as work:
+        write_json(work / "config.json", config.to_hf() | {"torch_dtype": dtype.name})
+        sizes = {name: variable.size * dtype.itemsize for name, variable in tensors.items()}
+        write_tensors(work, sizes, lambda name: np.asarray(tensors[name][...].astype(dtype)), max_shard_bytes)
+        if tokenizer_folder is not None:
+            copy_tokenizer(Path(tokenizer_folder), work)
+
+
+def named(params: nnx.State) -> dict[str, Any]:
+    """Variables of a parameter tree (values, shapes or shardings) by their Hugging Face names."""
+    return {_hf_name(path): variable for path, variable in nnx.to_flat_state(params)}
+
+
+def _hf_name(path: tuple[Any, ...]) -> str:
+    name = ".".join(str(part) for part in path)
+    return name if name.startswith("lm_head.") else f"model.{name}"
+
+
+def _check_names(folder: Path, found: frozenset[str], wanted: Any, config: Qwen2Config) -> None:
+    """Refuse tensors the model would ignore, except copies of what it has: a tied head, derived frequencies."""
+    spare = {name for name in found if name.endswith("rotary_emb.inv_freq")}
+    if config.tie_embeddings:
+        spare.add("lm_head.weight")
+    unknown = sorted(found - spare - set(wanted))
+    if unknown:
+        raise DataError(f"{folder}: tensor {unknown[0]} is unknown to this architecture ({len(unknown)} such tensors)")
+    missing = sorted(set(wanted) - found)
+    if missing:
+        raise DataError(f"{folder}: tensor {missing[0]} is missing ({len(missing)} such tensors)")
