@@ -86,3 +86,24 @@ def _fetch_wheel(package: str, version: str, wheels: Path) -> Path:
             last = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
             raise DataError(f"cannot download {package}=={version} into {wheels}: {last}")
         return found[0].rename(wheels / found[0].name)
+
+
+def toy_start() -> Path:
+    """Folder of the toy world's start policy, made by `empo2 warmstart configs/toy_start.toml` and shipped."""
+    folder = Path(__file__).parent / "toy_start"
+    if not (folder / "config.json").is_file():
+        raise DataError(f"{folder}: no start policy; make it with `empo2 warmstart configs/toy_start.toml --out {folder}`")
+    return folder
+
+
+def from_hub(name: str) -> Path:
+    """Local folder of a model on the Hugging Face hub, downloaded on first use; never runs code from it."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        patterns = ["*.json", "*.safetensors", "*.jinja"]
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise DataError(f"model.path = {name!r}: neither a local folder nor to be had from the hub: {reason}") from None

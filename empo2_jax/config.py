@@ -7,7 +7,7 @@ key is an error that names the nearest known one. Code below `trainer.run` recei
 import difflib
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -40,7 +40,7 @@ class ModelConfig(Section):
 
     path: str = Field(
         "smollm2-135m-instruct",
-        description="Hugging Face folder, hub id, `smollm2-135m-instruct` (installable weights) or `toy` (shipped start)",
+        description="Hugging Face folder, hub id, `smollm2-135m-instruct` (installable) or `toy` (shipped start)",
     )
     compute_dtype: Literal["float32", "bfloat16"] = Field("float32", description="activations; master weights are f32")
     remat: bool = Field(True, description="recompute activations in the backward pass, layer by layer")
@@ -92,9 +92,13 @@ class AlgorithmConfig(Section):
     aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "episode-mean"] = Field(
         "seq-mean-token-mean", description="how tokens are averaged; a sequence is one step (an action)"
     )
-    min_token_prob: Probability = Field(0.0067, description="δ: tokens less likely than this give no policy loss; 0 = off")
+    min_token_prob: Probability = Field(
+        0.0067, description="δ: less likely tokens give no policy loss; 0 = off"
+    )
     mask_modes: Literal["off_policy", "all"] = Field("off_policy", description="rows that the δ-mask applies to")
-    mask_sign: Literal["all", "negative"] = Field("all", description="δ-mask on all tokens or on negative advantages only")
+    mask_sign: Literal["all", "negative"] = Field(
+        "all", description="δ-mask on all tokens or where the advantage is negative"
+    )
     mask_unit: Literal["token", "row"] = Field("token", description="row: an unlikely token drops its whole step")
     kl_coefficient: NonNegative = Field(0.0, description="β of the k3 estimate against the policy at the start of RL")
     entropy_coefficient: NonNegative = Field(0.0, description="c_H: bonus per nat of entropy")
@@ -119,7 +123,9 @@ class MemoryConfig(Section):
     eviction: Literal["fifo", "lowest_score"] = Field("fifo", description="entry that leaves a full buffer")
     tip_max_tokens: Positive = Field(128, description="tokens of one tip")
     writer: Literal["policy", "scripted"] = Field("policy", description="who writes tips; scripted is for tests")
-    embedder: Literal["minilm", "hashing"] = Field("minilm", description="text to vector; hashing for tests and the toy")
+    embedder: Literal["minilm", "hashing"] = Field(
+        "minilm", description="text to vector; hashing for the toy"
+    )
     index: Literal["exact", "scann"] = Field("scann", description="nearest-neighbor search; both give the same answers")
 
 
@@ -147,7 +153,7 @@ class UpdateConfig(Section):
     micro_batch_tokens: Positive = Field(4608, description="tokens per forward pass, padding included")
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check(self) -> "UpdateConfig":
         if list(self.buckets) != sorted(set(self.buckets)) or len(self.buckets) > 4:
             raise ValueError(f"update.buckets = {list(self.buckets)}: at most 4 increasing lengths are allowed")
         if self.micro_batch_tokens < self.buckets[-1]:
@@ -180,8 +186,10 @@ class WarmstartConfig(Section):
     updates: int = Field(60, ge=0, description="optimizer steps")
     demonstrations: Positive = Field(40, description="transcripts asked from the environment")
     batch_episodes: Positive = Field(2, description="transcripts per optimizer step")
-    learning_rate: float = Field(2e-4, gt=0, description="peak; linear warm-up over the first tenth, then cosine to a tenth")
-    init: Literal["pretrained", "random"] = Field("pretrained", description="random: a new model of [warmstart.shape]")
+    learning_rate: float = Field(
+        2e-4, gt=0, description="peak; linear warm-up, then cosine to a tenth"
+    )
+    init: Literal["pretrained", "random"] = Field("pretrained", description="random: a new model of the shape below")
     hidden_size: Positive = Field(96, description="random init: d")
     num_layers: Positive = Field(3, description="random init: layers")
     num_heads: Positive = Field(4, description="random init: query heads")
@@ -205,7 +213,7 @@ class Config(Section):
     warmstart: WarmstartConfig = WarmstartConfig()
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check(self) -> "Config":
         if self.rollout.top_p < 1:
             raise ValueError("rollout.top_p < 1: training needs top_p = 1 (log-probs are over the full vocabulary)")
         if self.rollout.max_length > self.update.buckets[-1]:
@@ -264,7 +272,9 @@ def _explain(source: str, error: ValidationError) -> str:
     if first["type"] == "extra_forbidden":
         known = _known(location[:-1])
         near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.0)
-        return f"{source}: unknown key `{key}`; the nearest known key is `{'.'.join([*map(str, location[:-1]), *near])}`"
+        return (
+            f"{source}: unknown key `{key}`; the nearest known key is `{'.'.join([*map(str, location[:-1]), *near])}`"
+        )
     message = first["msg"].removeprefix("Value error, ")
     return f"{source}: {key} = {first['input']!r}: {message}" if key else f"{source}: {message}"
 

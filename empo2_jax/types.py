@@ -26,6 +26,11 @@ class Mode(IntEnum):
     ON_POLICY_WITH_MEMORY = 1  # acts with tips, learns with tips
     OFF_POLICY = 2  # acts with tips, learns without tips
 
+    @property
+    def label(self) -> str:
+        """The name in metrics: on, on_memory or off."""
+        return ("on", "on_memory", "off")[self]
+
 
 class StopReason(StrEnum):
     """Why an episode ended; the last two make it invalid, a fact and never a reward of 0."""
@@ -91,6 +96,7 @@ class Step:
     resolution: str  # how: exact, engine, similar, invalid
     reward: float  # score points
     state: str  # text of the state reached (observation and inventory), for novelty
+    memory_key: str = ""  # text whose embedding finds tips before the action and keys the entry written after it
     tips: tuple[str, ...] = ()  # contents of the tips in the newest block
     tip_scores: tuple[float, ...] = ()
     intrinsic_reward: float = 0.0

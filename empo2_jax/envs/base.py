@@ -61,8 +61,8 @@ class EnvironmentFamily(Protocol):
         """User turn after an action."""
         ...
 
-    def tip_request(self, score: float) -> str:
-        """User turn after the episode that asks the policy for one tip (paper appendix; own words)."""
+    def tip_request(self, observation: str, score: float) -> str:
+        """User turn after the last action: what it led to, and the request for one tip (paper appendix; own words)."""
         ...
 
     def memory_key(self, goal: str, state: str) -> str:

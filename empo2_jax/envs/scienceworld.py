@@ -182,9 +182,9 @@ class ScienceWorldFamily:
         """The simulator's reply."""
         return scienceworld_text.next_turn(observation)
 
-    def tip_request(self, score: float) -> str:
-        """Ask for one tip after the episode."""
-        return scienceworld_text.tip_request(score)
+    def tip_request(self, observation: str, score: float) -> str:
+        """The last reply and the request for one tip."""
+        return scienceworld_text.tip_request(observation, score)
 
     def memory_key(self, goal: str, state: str) -> str:
         """Goal, then room and inventory: the same goal in another state has another key."""
@@ -194,11 +194,9 @@ class ScienceWorldFamily:
         """A truthful sentence by rule from (action, reply) pairs; "" without steps."""
         return scienceworld_text.scripted_tip(steps, score)
 
-    def demonstrations(
-        self, split: str, count: int, seed: int, tips_block: Callable[[Sequence[str]], str] | None = None
-    ) -> list[list[Message]]:
-        """`count` chats made from gold paths of `split`, see `Demonstrator`; `tips_block` renders tips for a prompt."""
-        return Demonstrator(self, self._simplification, tips_block).chats(self.tasks(split), count, seed)
+    def demonstrations(self, split: str, count: int, seed: int) -> list[list[Message]]:
+        """`count` chats made from gold paths of `split`, see `Demonstrator`; repeatable if deterministic."""
+        return Demonstrator(self, self._simplification).chats(self.tasks(split), count, seed)
 
     def close(self) -> None:
         """Kill every simulator; safe to call twice."""

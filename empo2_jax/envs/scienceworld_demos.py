@@ -8,13 +8,14 @@ that a small model learns to act, to use tips and to write them. Gold paths come
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from empo2_jax.envs.base import Environment, EnvironmentFamily
 from empo2_jax.envs.scienceworld_jvm import GOLD_FLAGS, VERSION, Jvm
+from empo2_jax.prompts import tip_entry, tips_block
 from empo2_jax.randomness import generator
 from empo2_jax.types import Message, Task
 
@@ -52,19 +53,16 @@ class GoldPaths:
 
 
 class Demonstrator:
-    """Makes chats from tasks; `tips_block` renders tips for a prompt, without it no chat has tips."""
+    """Makes chats from tasks of a family, played in one of its environments."""
 
-    def __init__(
-        self, prompts: EnvironmentFamily, simplification: str, tips_block: Callable[[Sequence[str]], str] | None = None
-    ) -> None:
-        self._prompts = prompts
-        self._tips_block = tips_block
+    def __init__(self, family: EnvironmentFamily, simplification: str) -> None:
+        self._family = family
         self._gold = GoldPaths(simplification)
 
     def chats(self, tasks: Sequence[Task], count: int, seed: int) -> list[list[Message]]:
         """`count` chats over `tasks` in an order drawn from `seed`; the kinds of `KINDS` take turns."""
         order = generator(seed, "demonstrations").permutation(len(tasks))
-        environment = self._prompts.make()
+        environment = self._family.make()
         try:
             return [
                 self._chat(environment, tasks[order[number % len(tasks)]], KINDS[number % len(KINDS)], seed, number)
@@ -77,10 +75,10 @@ class Demonstrator:
     def _chat(self, environment: Environment, task: Task, kind: str, seed: int, number: int) -> list[Message]:
         gold = self._gold.actions(task)
         rng = generator(seed, "demonstration", number)
-        if kind == "tips" and self._tips_block is not None:
+        if kind == "tips":
             score, steps, _ = self._play(environment, task, gold)
-            tip = self._prompts.scripted_tip(environment.goal, steps, score)
-            return self._play(environment, task, gold, self._tips_block([f"{tip} (score {score:g})"]))[2]
+            tip = self._family.scripted_tip(environment.goal, steps, score)
+            return self._play(environment, task, gold, [tip_entry(tip, steps[0][0], score)])[2]
         if kind == "detours":
             return self._play(environment, task, detours(gold, rng))[2]
         if kind == "exploration":
@@ -88,24 +86,22 @@ class Demonstrator:
         return self._play(environment, task, gold)[2]
 
     def _play(
-        self, environment: Environment, task: Task, actions: Sequence[str], tips: str = ""
+        self, environment: Environment, task: Task, actions: Sequence[str], tips: Sequence[str] = ()
     ) -> tuple[float, list[tuple[str, str]], list[Message]]:
         """Final score, (action, reply) pairs and the chat of `actions`, cut where the episode ends."""
         observation = environment.reset(task, 0)
-        opening = self._prompts.first_turn(environment.goal, observation.text)
-        chat = [Message("user", f"{opening}\n{tips}" if tips else opening)]
+        opening = self._family.first_turn(environment.goal, observation.text)
+        chat = [Message("user", opening + tips_block(tips))]
         steps: list[tuple[str, str]] = []
-        for action in actions:
+        for number, action in enumerate(actions):
             observation = environment.step(action)
             steps.append((action, observation.text))
             chat.append(Message("assistant", action))
-            if observation.done:
+            if observation.done or number + 1 == len(actions):
                 break
-            chat.append(Message("user", self._prompts.next_turn(observation.text)))
-        if chat[-1].role == "user":
-            chat.pop()
-        chat.append(Message("user", self._prompts.tip_request(observation.score)))
-        chat.append(Message("assistant", self._prompts.scripted_tip(environment.goal, steps, observation.score)))
+            chat.append(Message("user", self._family.next_turn(observation.text)))
+        chat.append(Message("user", self._family.tip_request(observation.text, observation.score)))
+        chat.append(Message("assistant", self._family.scripted_tip(environment.goal, steps, observation.score)))
         return observation.score, steps, chat
 
 

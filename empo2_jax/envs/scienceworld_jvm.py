@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from typing import IO, TypeVar
 
@@ -36,7 +37,9 @@ DETERMINISTIC_FLAGS = ("-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2")
 
 T = TypeVar("T")
 
-logging.getLogger("py4j").setLevel(logging.CRITICAL)  # it logs a traceback for every dead or hung JVM
+# py4j logs a traceback for every dead or hung JVM, some of them by the root logger.
+logging.getLogger("py4j").setLevel(logging.CRITICAL)
+logging.getLogger().addFilter(lambda record: record.module != "java_gateway")
 
 
 def java_path() -> str:
@@ -155,16 +158,15 @@ class Jvm:
         return self._call(fetch)
 
     def _call(self, call: Callable[..., T]) -> T:
+        before = time.monotonic()
         try:
             return call(self._server)
         except (Py4JError, OSError) as error:
-            code = self._process.poll()
+            late = time.monotonic() - before >= self._timeout_s
+            lines = str(error).strip().splitlines() or [type(error).__name__]
             self.kill()
-            state = (
-                f"no answer within {self._timeout_s:g} s or an exception" if code is None else f"it ended with {code}"
-            )
-            reason = str(error).strip().splitlines() or [type(error).__name__]
-            raise EnvError(f"ScienceWorld's Java process failed ({state}): {' '.join(reason[:2])}") from error
+            reason = f"no answer within {self._timeout_s:g} s" if late else " ".join(lines[:2])
+            raise EnvError(f"ScienceWorld's Java process failed: {reason}") from error
 
 
 def _launch(flags: tuple[str, ...], directory: str) -> subprocess.Popen:

@@ -10,9 +10,8 @@ MAX_SCORE = 100.0
 
 _REFUSALS = ("No known action matches", "Unknown action.", "Ambiguous request")
 _ACTION_FORMS = (
-    "look around, look at X, look in X, inventory, open X, close X, go to X, pick up X, put down X, move X to Y, "
-    "pour X in Y, dunk X in Y, mix X, use X on Y, activate X, deactivate X, connect X to Y, disconnect X, read X, "
-    "eat X, flush X, focus on X, wait, wait1"
+    "look around, look in X, inventory, open X, close X, go to X, pick up X, put down X, move X to Y, pour X in Y, "
+    "mix X, use X on Y, activate X, deactivate X, connect X to Y, read X, focus on X, wait"
 )
 _JAVA_EXCEPTION = re.compile(r"\b(?:java|scala|scienceworld)\.[\w.$]*(?:Exception|Error)\b|\bException in thread\b")
 
@@ -35,9 +34,9 @@ def compact(observation: str) -> str:
 
 def first_turn(goal: str, observation: str, teleport: bool) -> str:
     """Instruction, goal and where the agent stands."""
-    forms = _ACTION_FORMS + (", teleport X" if teleport else "")
+    forms = _ACTION_FORMS + (", teleport to X" if teleport else "")
     return (
-        "You act in a text world with science tasks. Each turn, answer with exactly one action and nothing else.\n"
+        "You act in a text world. Each turn, answer with one action and nothing else.\n"
         f"Actions: {forms}.\nTask: {goal}\n{compact(observation)}"
     )
 
@@ -47,11 +46,12 @@ def next_turn(observation: str) -> str:
     return compact(observation)
 
 
-def tip_request(score: float) -> str:
-    """Ask for one tip after the episode."""
+def tip_request(observation: str, score: float) -> str:
+    """The reply to the last action, and the request for one tip."""
     return (
-        f"The episode is over with a score of {score:g} out of 100. Write one tip for the next attempt: one sentence "
-        "on one line, under 100 words, saying what happened, what you learned and how far the task was from completion."
+        f"{compact(observation)}\nThe episode is over with a score of {score:g} out of 100. Write one tip for the next "
+        "attempt: one sentence on one line, under 100 words, saying what happened, what you learned and how far the "
+        "task was from completion."
     )
 
 
@@ -60,7 +60,7 @@ def scripted_tip(steps: Sequence[tuple[str, str]], score: float) -> str:
     if not steps:
         return ""
     taken = [action for action, reply in steps if _telling(action, reply)]
-    failed = [action for action, reply in steps if reply.startswith(_REFUSALS)]
+    failed = [action for action, reply in steps if action and reply.startswith(_REFUSALS)]
     ending = f"the task ended {'complete' if score >= MAX_SCORE else 'incomplete'} with score {score:g} of 100"
     if score < 0:
         return _sentence(f'"{steps[-1][0]}" was wrong and ended the episode at once', "focus on something else", ending)

@@ -1,12 +1,13 @@
 """Protocols of the memory: text to unit vectors, and nearest neighbours among unit vectors."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float32, Int64
 
 
+@runtime_checkable
 class Embedder(Protocol):
     """Text to unit vectors."""
 
@@ -17,6 +18,7 @@ class Embedder(Protocol):
         ...
 
 
+@runtime_checkable
 class VectorIndex(Protocol):
     """Unit vectors under stable integer ids, with exact threshold search."""
 

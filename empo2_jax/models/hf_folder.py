@@ -7,7 +7,7 @@ written beside its place and renamed.
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ class TensorReader:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _opened(path: Path) -> Generator[Any]:
     try:
         file = safe_open(path, framework="numpy")
     except FileNotFoundError:
@@ -98,7 +98,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 @contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
+def new_folder(folder: Path) -> Generator[Path]:
     """A temporary folder that becomes `folder` when the block ends well and vanishes when it does not.
 
     Raises:

@@ -4,6 +4,7 @@ Attribute paths of the model equal tensor names and kernels share their orientat
 one tensor at a time. Tokenizers are `models/tokenizer.py`; publishing weights to engines is `sync/`.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from empo2_jax.errors import DataError
 from empo2_jax.models.hf_folder import TensorReader, copy_tokenizer, new_folder, read_json, write_json, write_tensors
 from empo2_jax.models.qwen2 import Qwen2, Qwen2Config
 from empo2_jax.models.sharding import shardings
+
+Params = Mapping[Any, Any]  # an `nnx.State`, whose own annotation the run-time type checker cannot read
 
 
 def read_config(folder: Path) -> Qwen2Config:
@@ -40,11 +43,13 @@ def load_model(folder: Path, *, dtype: DTypeLike = jnp.float32, mesh: Mesh | Non
     graph, params = nnx.split(abstract)
     reader = TensorReader(folder)
     _check_names(folder, reader.names, named(params).keys(), config)
-    placed = named(shardings(params, mesh)) if mesh is not None else {}
+    places = {}
+    if mesh is not None:
+        places = {name: place.get_raw_value() for name, place in named(shardings(params, mesh)).items()}
 
     def read(name: str, shape: tuple[int, ...]) -> Float[Array, "..."]:
         tensor = reader.read(name, shape).astype(np.float32)
-        return jax.make_array_from_callback(shape, placed[name], tensor.__getitem__) if placed else jnp.asarray(tensor)
+        return jax.make_array_from_callback(shape, places[name], tensor.__getitem__) if places else jnp.asarray(tensor)
 
     flat = [
         (path, variable.replace(read(_hf_name(path), variable.shape))) for path, variable in nnx.to_flat_state(params)
@@ -54,7 +59,7 @@ def load_model(folder: Path, *, dtype: DTypeLike = jnp.float32, mesh: Mesh | Non
 
 def save_model(
     folder: Path,
-    params: nnx.State,
+    params: Params,
     config: Qwen2Config,
     *,
     dtype: DTypeLike = jnp.float32,
@@ -80,9 +85,9 @@ def save_model(
             copy_tokenizer(Path(tokenizer_folder), work)
 
 
-def named(params: nnx.State) -> dict[str, Any]:
+def named(params: Params) -> dict[str, Any]:
     """Variables of a parameter tree (values, shapes or shardings) by their Hugging Face names."""
-    return {_hf_name(path): variable for path, variable in nnx.to_flat_state(params)}
+    return {_hf_name(path): variable for path, variable in nnx.to_flat_state(nnx.State(params))}
 
 
 def _hf_name(path: tuple[Any, ...]) -> str:

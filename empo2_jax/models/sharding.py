@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from empo2_jax.errors import ConfigError
@@ -42,7 +42,7 @@ def make_mesh(devices: Sequence[jax.Device], data: int, fsdp: int, tensor: int) 
     return jax.make_mesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=list(devices))
 
 
-def shardings(params: Any, mesh: Mesh) -> Any:
+def shardings(params: Any, mesh: Mesh | AbstractMesh) -> Any:
     """NamedSharding of every parameter, in a tree of the structure of `params` (values may be abstract).
 
     Raises:
@@ -58,7 +58,7 @@ def shardings(params: Any, mesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(place, params, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
 
-def partition(name: str, shape: Sequence[int], axes: Sequence[str], mesh: Mesh) -> PartitionSpec:
+def partition(name: str, shape: Sequence[int], axes: Sequence[str], mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """PartitionSpec of one array by the names of its axes; a mesh axis of size 1 is left out."""
     spec = []
     for size, axis in zip(shape, axes, strict=True):

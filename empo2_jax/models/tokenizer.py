@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from empo2_jax.errors import ConfigError, DataError
+from empo2_jax.errors import DataError
 from empo2_jax.models.hf_folder import read_json
 from empo2_jax.types import Message
 
@@ -68,14 +68,16 @@ class Tokenizer:
         if self._template is None:
             raise DataError("the tokenizer has no chat template (chat_template.jinja or tokenizer_config.json)")
         turns = [{"role": message.role, "content": message.content} for message in messages]
-        return self._backend.apply_chat_template(
+        text = self._backend.apply_chat_template(
             turns, chat_template=self._template, tokenize=False, add_generation_prompt=add_generation_prompt
         )
+        assert isinstance(text, str)  # because of tokenize=False
+        return text
 
     def check_fits(self, vocab_size: int) -> None:
-        """Raise ConfigError when a token has no row in an embedding of `vocab_size` rows."""
+        """Raise DataError when a token has no row in an embedding of `vocab_size` rows."""
         if self.size > vocab_size:
-            raise ConfigError(f"the tokenizer has ids up to {self.size - 1}, the model's vocab_size is {vocab_size}")
+            raise DataError(f"the tokenizer has ids up to {self.size - 1}, the model's vocab_size is {vocab_size}")
 
 
 def _optional(path: Path) -> dict[str, Any]:
@@ -98,7 +100,7 @@ def _template(folder: Path, settings: dict[str, Any]) -> str | None:
 
 def _stop_ids(folder: Path, backend: "PreTrainedTokenizerFast") -> tuple[int, ...]:
     vocab = backend.get_vocab()
-    found: list[int] = []
+    found: list[Any] = []
     for name in ("generation_config.json", "config.json"):
         ids = _optional(folder / name).get("eos_token_id")
         found += ids if isinstance(ids, list) else [ids]

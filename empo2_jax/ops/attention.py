@@ -73,12 +73,12 @@ def cached_attention(
         positions: Position of each query: it sees the columns up to and including its own.
         window: As in `segment_attention`.
     """
-    columns = jnp.arange(keys.shape[2], dtype=jnp.int32)
+    columns = jnp.arange(keys.shape[2], dtype=jnp.int32)[None, None]
     return _attend(q, keys, values, _causal(positions, columns, window))
 
 
-def _causal(queries: Int32[Array, "B Tq"], keys: Int32[Array, "..."], window: int | None) -> Bool[Array, "B Tq Tk"]:
-    """Which key position each query position may see; `keys` broadcasts against [B, Tq, Tk]."""
+def _causal(queries: Int32[Array, "B Tq"], keys: Int32[Array, "#B 1 Tk"], window: int | None) -> Bool[Array, "B Tq Tk"]:
+    """Which key position each query position may see."""
     distance = queries[:, :, None] - keys
     visible = distance >= 0
     return visible if window is None else visible & (distance < window)

@@ -5,10 +5,11 @@ computes the rest in token buckets (`_extend`), and samples with one device loop
 session first copies the prefix it shares with another slot (`_copy`). Caches are donated and updated in place, shapes
 come from small sets of buckets, weights are arguments: nothing is compiled again after a warm-up or a `load`.
 
-A completion is a function of (weights, its session's history, its request). Noise is drawn from (key, position), each
-shape of a computation has a fixed number of rows, and chunks are formed per row, so neither the slot nor the other
-requests of a call enter, with one exception: the columns that `_decode` reads (`width`) and a prefix copied from a
-neighbor follow the batch, which can move the last bits of a log-probability on some backends, never more.
+A completion is a function of (weights, its request, the cached part of its session). Noise is drawn from (key,
+position), every compiled shape has a fixed number of rows, and chunks are formed per row, so that neither the slot nor
+the other requests of a call enter. The exceptions are numerical: the columns that `_decode` reads (`width`), a prefix
+copied from a neighbor and a cache lost to eviction follow the other requests and can move the last bits of a
+log-probability (measured: 5e-7 in f32 on a CPU). Whoever needs equal bits keeps the batches equal.
 
 Not here: several hosts (one engine per process), text and chat templates (`chat.py`).
 """
@@ -32,6 +33,7 @@ EXTEND_BUCKETS = (16, 64, 256, 1024)  # tokens per row of one `_extend`
 EXTEND_TOKENS = 2048  # rows × bucket of one `_extend`: few rows of long chunks, many of short ones
 MIN_WIDTH = 64  # smallest number of cache columns read
 MAX_STOP_IDS = 8
+NOISE_BLOCK = 128  # tokens of a block in two-level Gumbel-argmax
 
 
 class SlotSampling(NamedTuple):
@@ -48,7 +50,7 @@ class SlotSampling(NamedTuple):
 class JaxEngine:
     """Serves a `Qwen2` from KV slots; implements `base.Engine`."""
 
-    def __init__(self, model: Qwen2, *, slots: int, max_length: int, policy_version: int = 0, params: Any = None):
+    def __init__(self, model: Qwen2, *, slots: int, max_length: int, policy_version: int = 0):
         """Allocate the cache.
 
         Args:
@@ -56,7 +58,6 @@ class JaxEngine:
             slots: Sessions with a cache; more requests than slots run in waves.
             max_length: Prompt + completion tokens of a session.
             policy_version: Version of the first weights.
-            params: First weights in place of the model's own.
         """
         if slots < 1 or max_length < 2:
             raise EngineError(f"slots {slots} and max_length {max_length}: at least 1 slot and 2 tokens are needed")
@@ -65,7 +66,7 @@ class JaxEngine:
         self._graphdef, own = nnx.split(model)
         self._structure, self._shapes = jax.tree.structure(own), _shapes(own)
         self._table = SlotTable(slots, max_length)
-        self.load(own if params is None else params, policy_version)
+        self.load(own, policy_version)
 
     def load(self, params: Any, policy_version: int) -> None:
         """Serve these weights (the state of `nnx.split(model)`) and drop every cache.
@@ -153,7 +154,8 @@ class JaxEngine:
                     rows = min(len(self._table), EXTEND_TOKENS // bucket)
                     for start in range(0, len(slots), rows):
                         chunk = slots[start : start + rows]
-                        self._extend_rows([(slot, *pending[slot]) for slot in chunk], rows, bucket, width)
+                        work = [(slot, pending[slot][0], pending[slot][1]) for slot in chunk]
+                        self._extend_rows(work, rows, bucket, width)
                     for slot in slots:
                         pending[slot] = (pending[slot][0], pending[slot][1] + bucket)
                 pending = {slot: (ids, start) for slot, (ids, start) in pending.items() if start < len(ids)}
@@ -315,7 +317,7 @@ def _decode(
         step=jnp.int32(0),
         cache=cache,
         lengths=lengths,
-        active=sampling.limits > 0,
+        active=jnp.asarray(sampling.limits) > 0,
         ids=zeros,
         logprobs=zeros.astype(jnp.float32),
         counts=jnp.zeros(slots, jnp.int32),
@@ -327,23 +329,32 @@ def _decode(
 def _draw(
     logits: Float32[Array, "S V"], positions: Int32[Array, " S"], sampling: SlotSampling
 ) -> tuple[Int32[Array, " S"], Float32[Array, " S"]]:
-    """One token per slot by Gumbel-argmax, with its log-probability at the temperature over the full vocabulary."""
-    greedy = sampling.temperature == 0
-    logits = logits / jnp.where(greedy, 1.0, sampling.temperature)[:, None]
-    allowed = jnp.where(jnp.arange(logits.shape[1]) < sampling.banned_from[:, None], logits, -jnp.inf)
+    """One token per slot by Gumbel-argmax, with its log-probability at the temperature over the full vocabulary.
+
+    Gumbel-argmax over blocks by their total probability, then inside the winner: the same distribution as over single
+    tokens, for V / 128 + 128 noise values instead of V (at V = 32,000 noise for every token doubled the decode time).
+    """
+    greedy = (sampling.temperature == 0)[:, None]
+    logits = logits / jnp.where(greedy, 1.0, sampling.temperature[:, None])
+    allowed = jnp.where(jnp.arange(logits.shape[1])[None] < sampling.banned_from[:, None], logits, -jnp.inf)
     allowed = jax.lax.cond((sampling.top_p < 1).any(), _nucleus, lambda allowed, _: allowed, allowed, sampling.top_p)
-
-    def noise() -> Float32[Array, "S V"]:
-        def row(key: UInt32[Array, " 2"], position: Int32[Array, ""]) -> Float32[Array, " V"]:
-            key = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position)
-            return jax.random.gumbel(key, logits.shape[1:])
-
-        return jnp.where(greedy[:, None], 0.0, jax.vmap(row)(sampling.keys, positions))
-
-    scores = allowed + jax.lax.cond(greedy.all(), lambda: jnp.zeros_like(logits), noise)
-    ids = jnp.argmax(scores, axis=1).astype(jnp.int32)
+    padding = -logits.shape[1] % NOISE_BLOCK
+    blocks = jnp.pad(allowed, ((0, 0), (0, padding)), constant_values=-jnp.inf)
+    blocks = blocks.reshape(logits.shape[0], -1, NOISE_BLOCK)
+    weights = jnp.where(greedy, blocks.max(axis=2), jax.nn.logsumexp(blocks, axis=2))
+    noise = jax.vmap(partial(_noise, weights.shape[1] + NOISE_BLOCK))(jnp.asarray(sampling.keys), positions)
+    outer, inner = jnp.split(jnp.where(greedy, 0.0, noise), [weights.shape[1]], axis=1)
+    block = jnp.argmax(weights + outer, axis=1)
+    members = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    ids = (block * NOISE_BLOCK + jnp.argmax(members + inner, axis=1)).astype(jnp.int32)
     chosen = jnp.take_along_axis(logits, ids[:, None], axis=1)[:, 0]
     return ids, chosen - jax.nn.logsumexp(logits, axis=1)
+
+
+def _noise(count: int, key: UInt32[Array, " 2"], position: Int32[Array, ""]) -> Float32[Array, " count"]:
+    """Gumbel noise that belongs to one position of one request."""
+    folded = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position)
+    return jax.random.gumbel(folded, (count,))
 
 
 def _nucleus(logits: Float32[Array, "S V"], top_p: Float32[Array, " S"]) -> Float32[Array, "S V"]:

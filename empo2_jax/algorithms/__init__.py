@@ -1,0 +1,1 @@
+"""What is learned from episodes: one short file per algorithm."""

@@ -1,0 +1,92 @@
+"""What an algorithm decides: how an episode acts and learns, and the advantage of every valid episode.
+
+The rest of the package is blind to the choice: all algorithms share one collector, one loss and one learner.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from empo2_jax.config import AlgorithmConfig
+from empo2_jax.ops.advantages import group_advantages
+from empo2_jax.types import Episode, EpisodeGroup, Mode
+
+
+class Algorithm(Protocol):
+    """A module with these two functions, found by its name."""
+
+    def draw_mode(self, config: AlgorithmConfig, seed: int, iteration: int, group: int, member: int) -> Mode:
+        """The mode of one training episode; the same arguments give the same mode."""
+        ...
+
+    def advantages(self, groups: Sequence[EpisodeGroup], config: AlgorithmConfig) -> list[float]:
+        """One advantage per episode of `valid_episodes(groups)`, in that order."""
+        ...
+
+
+def valid_episodes(groups: Sequence[EpisodeGroup]) -> list[Episode]:
+    """Valid episodes in group and member order; `Row.episode` counts in this list."""
+    return [episode for group in groups for episode in group.episodes if episode.stop_reason.valid]
+
+
+def relative_advantages(
+    groups: Sequence[EpisodeGroup], config: AlgorithmConfig, episode_return: Callable[[Episode], float]
+) -> list[float]:
+    """Group-relative advantages of the valid episodes, in the order of `valid_episodes`."""
+    advantages: list[float] = []
+    for group in groups:
+        valid = np.array([episode.stop_reason.valid for episode in group.episodes], bool)
+        values = group_advantages(
+            np.array([episode_return(episode) for episode in group.episodes], np.float64),
+            valid,
+            np.array([episode.mode for episode in group.episodes], np.int64),
+            baseline=config.advantage_baseline,
+            std_floor=config.advantage_std_floor,
+        )
+        advantages += values[valid].tolist()
+    return advantages
+
+
+def group_metrics(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
+    """Rewards, scores and the health of groups; means over valid episodes, left out where there are none.
+
+    `reward/*` is the extrinsic return in points, `reward/intrinsic_mean` the novelty part. Of the groups with at least
+    2 valid members, `group/all_equal` is the share whose returns do not differ (they teach nothing), and
+    `group/phantom` the share whose extrinsic returns do not differ while novelty does.
+    """
+    everyone = [episode for group in groups for episode in group.episodes]
+    valid = valid_episodes(groups)
+    metrics = {"episode/invalid": 1 - len(valid) / len(everyone)} if everyone else {}
+    if not valid:
+        return metrics
+    rewards = np.array([episode.extrinsic_return for episode in valid])
+    metrics |= {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/intrinsic_mean": float(np.mean([episode.intrinsic_return for episode in valid])),
+        "episode/score": float(np.mean([episode.score for episode in valid])),
+        "episode/success_rate": float(np.mean([episode.success for episode in valid])),
+        "episode/length": float(np.mean([len(episode.steps) for episode in valid])),
+    }
+    for mode in Mode:
+        members = np.array([episode.mode == mode for episode in valid])
+        if members.any():
+            metrics[f"empo2/{mode.label}/reward"] = float(rewards[members].mean())
+            metrics[f"empo2/{mode.label}/share"] = float(members.mean())
+    return metrics | _tied_groups(groups)
+
+
+def _tied_groups(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
+    equal, phantom = [], []
+    for group in groups:
+        members = valid_episodes([group])
+        if len(members) < 2:
+            continue
+        tied = len({round(episode.extrinsic_return, 6) for episode in members}) == 1
+        same_novelty = len({round(episode.intrinsic_return, 6) for episode in members}) == 1
+        equal.append(tied and same_novelty)
+        phantom.append(tied and not same_novelty)
+    if not equal:
+        return {}
+    return {"group/all_equal": float(np.mean(equal)), "group/phantom": float(np.mean(phantom))}

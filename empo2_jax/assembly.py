@@ -1,0 +1,174 @@
+"""From a configuration to its parts: the one place where names in TOML become objects.
+
+Nothing imports an implementation until it is named. Shared by training, evaluation and the warm start.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+from empo2_jax import assets
+from empo2_jax.config import Config, EnvConfig, IntrinsicConfig, MemoryConfig, ModelConfig
+from empo2_jax.envs.base import EnvironmentFamily
+from empo2_jax.errors import ConfigError, DataError
+from empo2_jax.memory.base import Embedder, VectorIndex
+from empo2_jax.memory.novelty import NoveltyStore
+from empo2_jax.memory.tips import TipMemory
+from empo2_jax.models.hf_weights import load_model
+from empo2_jax.models.qwen2 import Qwen2
+from empo2_jax.models.sharding import make_mesh
+from empo2_jax.models.tokenizer import Tokenizer
+from empo2_jax.rollout.base import Engine
+from empo2_jax.rollout.chat import Chat
+from empo2_jax.rollout.collect import Collector
+from empo2_jax.rollout.jax_engine import JaxEngine
+from empo2_jax.rollout.reflect import PolicyTipWriter, ScriptedTipWriter, TipWriter
+
+TIP_ROOM = 96  # tokens that the request for a tip may take beyond rollout.max_length
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A model with the tokenizer that belongs to it."""
+
+    model: Qwen2
+    tokenizer: Tokenizer
+    folder: Path
+
+    @property
+    def params(self) -> Any:
+        """The model's parameters, f32."""
+        return nnx.split(self.model)[1]
+
+
+def model_folder(path: str) -> Path:
+    """The Hugging Face folder that `model.path` names: shipped, installable, local or from the hub."""
+    if path == "toy":
+        return assets.toy_start()
+    if path == "smollm2-135m-instruct":
+        return assets.smollm2()
+    if Path(path).is_dir():
+        return Path(path)
+    if path.count("/") == 1 and not path.startswith((".", "/")):
+        return assets.from_hub(path)
+    raise DataError(f"model.path = {path!r}: no such folder, and neither `toy`, `smollm2-135m-instruct` nor a hub id")
+
+
+def load_policy(config: ModelConfig, folder: Path | None = None) -> Policy:
+    """Weights and tokenizer of `model.path`, or of `folder` if given, placed on the configured mesh."""
+    folder = folder or model_folder(config.path)
+    tokenizer = Tokenizer.load(folder)
+    count = config.mesh[0] * config.mesh[1] * config.mesh[2]
+    if count > jax.device_count():
+        raise ConfigError(f"model.mesh = {list(config.mesh)} needs {count} devices; there are {jax.device_count()}")
+    mesh = make_mesh(jax.devices()[:count], *config.mesh)
+    model = load_model(folder, dtype=config.compute_dtype, mesh=mesh)
+    tokenizer.check_fits(model.config.vocab_size)
+    return Policy(model, tokenizer, folder)
+
+
+def make_family(config: EnvConfig, evaluation_variations: int) -> EnvironmentFamily:
+    """The environment module that `env.name` names, configured."""
+    name = config.name if "." in config.name else f"empo2_jax.envs.{config.name}"
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise ConfigError(
+                f"env.name = {config.name!r} needs the package {error.name!r}: install the extra envs"
+            ) from None
+        raise ConfigError(f"env.name = {config.name!r}: no such environment; toy and scienceworld are there") from None
+    if config.name == "toy":
+        return module.family(tasks=config.tasks, variations=config.train_variations)
+    return module.family(
+        tasks=config.tasks,
+        variations={
+            "train": config.train_variations,
+            "dev": evaluation_variations,
+            "test": evaluation_variations,
+        },
+        simplification=config.simplification,
+        deterministic=config.deterministic,
+        workers=config.workers,
+        step_timeout_s=config.step_timeout_s,
+        resolution=config.resolution,
+    )
+
+
+def make_embedder(config: MemoryConfig) -> Embedder:
+    """The embedder that `memory.embedder` names."""
+    if config.embedder == "hashing":
+        return importlib.import_module("empo2_jax.memory.hashing_embedder").HashingEmbedder(384)
+    return importlib.import_module("empo2_jax.memory.minilm_embedder").MiniLMEmbedder(assets.minilm())
+
+
+def make_index(config: MemoryConfig) -> Callable[[int], VectorIndex]:
+    """Factory of the index that `memory.index` names."""
+    if config.index == "scann":
+        return importlib.import_module("empo2_jax.memory.scann_index").ScannIndex
+    return importlib.import_module("empo2_jax.memory.exact_index").ExactIndex
+
+
+def make_memory(config: MemoryConfig, embedder: Embedder) -> TipMemory:
+    """An empty tip memory."""
+    return TipMemory(
+        embedder,
+        make_index(config),
+        capacity=config.capacity,
+        threshold=config.threshold,
+        top_k=config.top_k,
+        distinct_episodes=config.distinct_episodes,
+        eviction=config.eviction,
+    )
+
+
+def make_novelty(config: IntrinsicConfig, memory: MemoryConfig, embedder: Embedder) -> NoveltyStore:
+    """An empty novelty store."""
+    return NoveltyStore(
+        embedder.dimension,
+        make_index(memory),
+        threshold=config.threshold,
+        coefficient=config.coefficient,
+        revisits=config.revisits,
+        kind=config.kind,
+    )
+
+
+def make_engine(config: Config, policy: Policy) -> Engine:
+    """The in-process engine with room for an episode and its tip."""
+    length = config.rollout.max_length + config.memory.tip_max_tokens + TIP_ROOM
+    return JaxEngine(policy.model, slots=config.rollout.slots, max_length=length)
+
+
+def make_collector(config: Config, policy: Policy, engine: Engine, family: EnvironmentFamily) -> Collector:
+    """The collector of a run."""
+    return Collector(
+        engine,
+        Chat(policy.tokenizer, family.system_prompt()),
+        family,
+        config.rollout,
+        step_limit=config.env.step_limit,
+        scope=config.memory.scope,
+        seed=config.run.seed,
+        workers=config.env.workers,
+        banned_from=policy.tokenizer.size,
+    )
+
+
+def make_writer(config: Config, policy: Policy, family: EnvironmentFamily) -> TipWriter:
+    """Who writes tips."""
+    if config.memory.writer == "scripted":
+        return ScriptedTipWriter(family)
+    return PolicyTipWriter(
+        Chat(policy.tokenizer, family.system_prompt()),
+        family,
+        config.memory,
+        temperature=config.rollout.temperature,
+        seed=config.run.seed,
+        banned_from=policy.tokenizer.size,
+    )

@@ -1,0 +1,350 @@
+"""Checkpoints: one atomic step holds all that a run needs to go on bit for bit.
+
+`checkpoints/<step>/` has `state/` (Orbax: parameters, optimizer, counters), `memory/`, `novelty/`, `cursor.json` and
+`manifest.json` with a checksum of every file. It is written under a hidden name, brought to the disk and appears by
+one rename; a kill leaves the previous step usable. A step whose manifest does not hold is skipped and named. Nothing
+here knows what a tip or an optimizer is, and nothing is unpickled.
+"""
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from empo2_jax.config import Config
+from empo2_jax.errors import CheckpointError
+from empo2_jax.metrics import METRICS_FILE, read_metrics, untimed
+
+FORMAT = 1
+FOLDER = "checkpoints"
+MAY_DIFFER = (  # keys that a resumed run may change: they do not reach the numbers, or only by rounding (mesh)
+    "run.name", "run.dir", "run.iterations", "run.tensorboard", "run.episodes_logged",
+    "env.workers", "env.step_timeout_s", "evaluation.every", "checkpoint.", "model.mesh",
+)  # fmt: skip
+
+_log = logging.getLogger(__name__)
+
+
+class CheckpointStore:
+    """The checkpoints of one run directory. One writer at a time (see `RunLock`); readers are free."""
+
+    def __init__(self, run_dir: Path, keep: int, fingerprint: str = "") -> None:
+        """`keep` newest steps survive a save; `fingerprint` (of the configuration) is recorded in the manifests."""
+        self._run_dir = run_dir
+        self._folder = run_dir / FOLDER
+        self._keep = keep
+        self._fingerprint = fingerprint
+        self._parent: int | None = None
+
+    def steps(self) -> list[int]:
+        """Steps with a directory, ascending; not yet verified."""
+        if not self._folder.is_dir():
+            return []
+        return sorted(int(path.name) for path in self._folder.iterdir() if path.name.isdecimal())
+
+    def save(
+        self,
+        step: int,
+        *,
+        state: Any,
+        memory_dump: Callable[[Path], None],
+        novelty_dump: Callable[[Path], None],
+        cursor: dict[str, Any],
+    ) -> Path:
+        """Write one step and return its directory; the call returns when it is on the disk.
+
+        Args:
+            step: Number of the step; a directory of that number (one that did not verify) is replaced.
+            state: Pytree of arrays.
+            memory_dump: Writes the tip memory into an empty folder.
+            novelty_dump: Writes the novelty store into an empty folder.
+            cursor: JSON values; `metrics_lines` is the number of lines of `metrics.jsonl` that belong to the step.
+
+        Raises:
+            CheckpointError: no space, or the folder cannot be written. Earlier steps stay as they were.
+        """
+        leaves = _named(state)
+        draft = self._folder / f".tmp-{step}"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._sweep()
+            _require_space(self._folder, sum(leaf.nbytes for leaf in leaves.values()))
+            for name in ("memory", "novelty"):
+                (draft / name).mkdir(parents=True)
+            with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+                checkpointer.save((draft / "state").absolute(), args=ocp.args.StandardSave(leaves))
+            memory_dump(draft / "memory")
+            novelty_dump(draft / "novelty")
+            _write_json(draft / "cursor.json", cursor)
+            content = {name: _hash_folder(draft / name) for name in ("memory", "novelty")}
+            self._write_manifest(draft, step, {"state": _hash_leaves(leaves), **content})
+            _sync_tree(draft)
+            final = self._publish(draft, step)
+        except (OSError, ValueError) as error:  # Orbax reports a failed write as ValueError
+            shutil.rmtree(draft, ignore_errors=True)
+            raise CheckpointError(f"{draft.parent / str(step)}: cannot save: {_first_line(error)}") from error
+        self._drop_others(step)
+        self._parent = step
+        return final
+
+    def latest(self) -> int | None:
+        """Newest step that verifies, None if there is none; each newer one that does not is named in a warning.
+
+        Raises:
+            CheckpointError: there are steps and none verifies.
+        """
+        bad = []
+        for step in reversed(self.steps()):
+            problem = self.problem(step)
+            if problem is None:
+                return step
+            bad.append(problem)
+            _log.warning("checkpoint %s is skipped: %s", self._folder / str(step), problem)
+        if bad:
+            raise CheckpointError(f"{self._folder}: no usable checkpoint; the newest is bad: {bad[0]}")
+        return None
+
+    def restore(self, step: int, abstract_state: Any) -> tuple[Any, Path, dict[str, Any]]:
+        """Verify and load one step.
+
+        Args:
+            step: Number of the step.
+            abstract_state: Pytree of arrays or `jax.ShapeDtypeStruct`; its structure, shapes, dtypes and shardings are
+                those of the result.
+
+        Returns:
+            The state, the step's directory (for `memory/` and `novelty/`) and the cursor.
+
+        Raises:
+            CheckpointError: the step is missing or corrupt, or its state has other leaves, shapes or dtypes.
+        """
+        folder = self._verified(step)
+        target = _named(abstract_state)
+        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+            path = (folder / "state").absolute()
+            _check_leaves(folder, checkpointer.metadata(path).item_metadata.tree, target)
+            leaves = checkpointer.restore(path, args=ocp.args.StandardRestore(target))
+        state = jax.tree.unflatten(jax.tree.structure(abstract_state), [leaves[name] for name in target])
+        self._parent = step
+        return state, folder, _read_json(folder / "cursor.json")
+
+    def verify(self) -> list[tuple[int, str | None]]:
+        """Every step with what is wrong with it, or None."""
+        return [(step, self.problem(step)) for step in self.steps()]
+
+    def problem(self, step: int) -> str | None:
+        """What is wrong with a step's files, None if they are what was written."""
+        folder = self._folder / str(step)
+        try:
+            manifest = _read_json(folder / "manifest.json")
+            if manifest.get("format") != FORMAT:
+                return f"manifest.json: format {manifest.get('format')!r}, this version reads {FORMAT}"
+            if manifest.get("seal") != _seal(manifest):
+                return "manifest.json: checksum does not match"
+            listed: dict[str, str] = manifest["files"]
+            present = {str(path.relative_to(folder)) for path in _files(folder)} - {"manifest.json"}
+            for name in sorted(listed.keys() ^ present):
+                return f"{name}: {'missing' if name in listed else 'not in the manifest'}"
+            for name, digest in listed.items():
+                if _hash_file(folder / name) != digest:
+                    return f"{name}: checksum does not match"
+        except OSError as error:
+            return f"{Path(error.filename or folder).name}: {error.strerror}"
+        except CheckpointError as error:
+            return str(error)
+        return None
+
+    def content_hash(self, step: int | None = None) -> str:
+        """SHA-256 over parameters, optimizer, memory, novelty and metrics up to the step (None: the latest good one).
+
+        Two runs of one configuration and seed have the same hash, whatever their times and file names.
+
+        Raises:
+            CheckpointError: no such step, or it does not verify.
+        """
+        step = self.latest() if step is None else step
+        if step is None:
+            raise CheckpointError(f"{self._folder}: no checkpoint")
+        folder = self._verified(step)
+        content = _read_json(folder / "manifest.json")["content"]
+        lines = _read_json(folder / "cursor.json")["metrics_lines"]
+        metrics = untimed(read_metrics(self._run_dir / METRICS_FILE)[:lines]) if lines else []
+        if len(metrics) < lines:
+            raise CheckpointError(f"{self._run_dir / METRICS_FILE}: {len(metrics)} lines, step {step} needs {lines}")
+        return hashlib.sha256(_canonical([content, metrics])).hexdigest()
+
+    def _verified(self, step: int) -> Path:
+        if step not in self.steps():
+            raise CheckpointError(f"{self._folder / str(step)}: no such checkpoint; there are {self.steps()}")
+        problem = self.problem(step)
+        if problem is not None:
+            raise CheckpointError(f"{self._folder / str(step)}: corrupt: {problem}")
+        return self._folder / str(step)
+
+    def _write_manifest(self, draft: Path, step: int, content: dict[str, str]) -> None:
+        files = {str(path.relative_to(draft)): _hash_file(path) for path in _files(draft)}
+        manifest = {"format": FORMAT, "step": step, "parent": self._parent, "config": self._fingerprint}
+        manifest |= {"content": content, "files": files}
+        _write_json(draft / "manifest.json", {**manifest, "seal": _seal(manifest)})
+
+    def _publish(self, draft: Path, step: int) -> Path:
+        final = self._folder / str(step)
+        if final.exists():
+            final.rename(self._folder / f".old-{step}")
+        draft.rename(final)
+        _sync(self._folder)
+        return final
+
+    def _drop_others(self, step: int) -> None:
+        """Remove what is beyond `keep`, and steps after the restored one: those were skipped as corrupt."""
+        steps = self.steps()
+        abandoned = [] if self._parent is None else [other for other in steps if other > self._parent and other != step]
+        kept = [other for other in steps if other not in abandoned][-self._keep :]
+        for other in steps:
+            if other not in kept:
+                (self._folder / str(other)).rename(self._folder / f".old-{other}")
+        self._sweep()
+
+    def _sweep(self) -> None:
+        for path in self._folder.glob(".*-*"):
+            shutil.rmtree(path)
+
+
+class RunLock:
+    """One process per run directory, as a context manager. The kernel releases the lock when the process dies."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / ".lock"
+
+    def __enter__(self) -> "RunLock":
+        """Take the lock; raises `CheckpointError` if another process has it or the directory cannot be written."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("a+")
+        except OSError as error:
+            raise CheckpointError(f"{self._path.parent}: cannot be written: {error.strerror}") from error
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise CheckpointError(f"{self._path.parent}: another process is using this run directory") from None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Release the lock."""
+        self._file.close()
+
+
+def check_same_run(saved: Config, new: Config) -> None:
+    """Raise `CheckpointError` naming the first key that differs, except those of `MAY_DIFFER`."""
+    before, now = _flat(saved), _flat(new)
+    for key, value in before.items():
+        if now[key] != value:
+            raise CheckpointError(
+                f"{new.run_dir}: the run was started with {key} = {value!r}, now it is {now[key]!r}; "
+                "use another run.dir or the old value"
+            )
+
+
+def fingerprint(config: Config) -> str:
+    """SHA-256 of the keys that two configurations of one run must share."""
+    return hashlib.sha256(_canonical(_flat(config))).hexdigest()
+
+
+def _flat(config: Config) -> dict[str, Any]:
+    pairs = ((f"{name}.{key}", value) for name, section in config for key, value in section)
+    return {key: value for key, value in pairs if not key.startswith(MAY_DIFFER)}
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    """Leaves by their path, so that what is stored does not depend on the classes of the containers."""
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _check_leaves(folder: Path, stored: dict[str, Any], target: dict[str, Any]) -> None:
+    for name in sorted(stored.keys() ^ target.keys()):
+        where = "the checkpoint, not in the model" if name in stored else "the model, not in the checkpoint"
+        raise CheckpointError(f"{folder}: the state does not fit: {name} is in {where}")
+    for name, leaf in target.items():
+        found = (tuple(stored[name].shape), np.dtype(stored[name].dtype))
+        if found != (leaf.shape, leaf.dtype):
+            raise CheckpointError(
+                f"{folder}: the state does not fit: {name} is {found[1]}{list(found[0])} in the checkpoint, "
+                f"{leaf.dtype}{list(leaf.shape)} in the model"
+            )
+
+
+def _hash_leaves(leaves: dict[str, Any]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(leaves):
+        array = np.asarray(leaves[name])
+        digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def _hash_folder(folder: Path) -> str:
+    return hashlib.sha256(_canonical({str(p.relative_to(folder)): _hash_file(p) for p in _files(folder)})).hexdigest()
+
+
+def _hash_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _seal(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(_canonical({key: value for key, value in manifest.items() if key != "seal"})).hexdigest()
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path.name}: not JSON: {error}") from None
+
+
+def _require_space(folder: Path, state_bytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < state_bytes:
+        raise OSError(f"needs about {state_bytes / 2**20:.0f} MiB, the disk has {free / 2**20:.0f} MiB free")
+
+
+def _first_line(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) and error.strerror else str(error)).splitlines()[0]
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in (*folder.rglob("*"), folder):
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""From episodes to fixed-shape training batches, in numpy."""

@@ -1,0 +1,1 @@
+"""Text worlds behind one protocol, and the pool that runs them."""

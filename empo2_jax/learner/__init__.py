@@ -1,0 +1,1 @@
+"""The update: optimizer, state and one jitted step."""

@@ -1,0 +1,122 @@
+"""One optimizer step over any number of micro-batches, and the log-probs that the ledgers need.
+
+The objective is injected; it sees log-probs and the batch and has no branch on the mode. Token weights carry the
+batch-global denominator, so the gradients of micro-batches simply add up.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float32, Int32
+
+from empo2_jax.models.qwen2 import Qwen2
+from empo2_jax.ops.logprobs import token_logprobs
+from empo2_jax.types import TrainBatch
+
+Objective = Callable[
+    [Float32[Array, "B T"], Float32[Array, "B T"], TrainBatch], tuple[Float32[Array, ""], dict[str, Array]]
+]
+
+
+class LearnerState(NamedTuple):
+    """All that an update changes: f32 master parameters, optimizer moments, count of updates."""
+
+    params: Any
+    opt_state: Any
+    updates: Int32[Array, ""]
+
+
+class Learner:
+    """Owns the compiled functions; the state is passed in and out (and donated)."""
+
+    def __init__(
+        self,
+        graphdef: nnx.GraphDef,
+        optimizer: optax.GradientTransformation,
+        objective: Objective,
+        *,
+        temperature: float,
+        remat: bool,
+    ):
+        self._graphdef, self._optimizer, self._objective = graphdef, optimizer, objective
+        self._temperature, self._remat = temperature, remat
+        self._grad = jax.jit(jax.value_and_grad(self._loss, has_aux=True), static_argnames="capacity")
+        self._logprobs = jax.jit(self._forward, static_argnames="capacity")
+        self._add = jax.jit(partial(jax.tree.map, jnp.add), donate_argnums=0)
+        self._apply = jax.jit(self._descend, donate_argnums=(0, 1))
+
+    def init(self, params: Any) -> LearnerState:
+        """State at the start; moments take the sharding of their parameter."""
+        first = jax.tree.leaves(params)[0].sharding
+        scalar = NamedSharding(first.mesh, PartitionSpec()) if isinstance(first, NamedSharding) else first
+        moments = optax.tree.map_params(
+            self._optimizer,
+            lambda _, param: param.sharding,
+            jax.eval_shape(self._optimizer.init, params),
+            params,
+            transform_non_params=lambda _: scalar,
+        )
+        opt_state = jax.jit(self._optimizer.init, out_shardings=moments)(params)
+        return LearnerState(params, opt_state, jax.device_put(jnp.zeros((), jnp.int32), scalar))
+
+    def logprobs(self, params: Any, batch: TrainBatch) -> tuple[np.ndarray, np.ndarray]:
+        """(log-probs, entropies) f32[B, T] of the action tokens at the training temperature, nats; 0 elsewhere."""
+        logprobs, entropy = self._logprobs(params, batch, capacity=_capacity(batch))
+        return np.asarray(logprobs), np.asarray(entropy)
+
+    def update(self, state: LearnerState, batches: Sequence[TrainBatch]) -> tuple[LearnerState, dict[str, np.ndarray]]:
+        """One optimizer step on the summed loss of `batches`; returns sums of metrics with `grad_norm` and `loss`."""
+        total: Any = None
+        for batch in batches:
+            (loss, sums), grads = self._grad(state.params, batch, capacity=_capacity(batch))
+            item = (grads, {**sums, "loss": loss})
+            total = item if total is None else self._add(total, item)
+        grads, sums = total
+        state, norm = self._apply(state, grads)
+        return state, {name: np.asarray(value) for name, value in {**sums, "grad_norm": norm}.items()}
+
+    def _forward(self, params: Any, batch: TrainBatch, capacity: int) -> tuple[Array, Array]:
+        model: Qwen2 = nnx.merge(self._graphdef, params)
+        hidden = model(batch.token_ids, batch.positions, batch.segment_ids, remat=self._remat)
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        # Only action tokens go to the head; the fill value 0 is never one, since nothing predicts a first token.
+        (index,) = jnp.nonzero(batch.loss_mask.reshape(-1), size=capacity, fill_value=0)
+        targets = batch.token_ids.reshape(-1)[index]
+        logprobs, entropy = token_logprobs(flat[index - 1], model.head, targets, self._temperature)
+        keep = index > 0
+
+        def spread(values: Array) -> Array:
+            empty = jnp.zeros(batch.token_ids.size, jnp.float32)
+            return empty.at[index].add(jnp.where(keep, values, 0.0)).reshape(batch.token_ids.shape)
+
+        return spread(logprobs), spread(entropy)
+
+    def _loss(self, params: Any, batch: TrainBatch, capacity: int) -> tuple[Array, dict[str, Array]]:
+        return self._objective(*self._forward(params, batch, capacity), batch)
+
+    def _descend(self, state: LearnerState, grads: Any) -> tuple[LearnerState, Array]:
+        changes, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, changes)
+        return LearnerState(params, opt_state, state.updates + 1), optax.global_norm(grads)
+
+
+def supervised_loss(
+    logprobs: Float32[Array, "B T"], entropy: Float32[Array, "B T"], batch: TrainBatch
+) -> tuple[Float32[Array, ""], dict[str, Array]]:
+    """Weighted negative log-likelihood of the answers (the warm start)."""
+    loss = -jnp.sum(batch.token_weight * logprobs)
+    return loss, {}
+
+
+def _capacity(batch: TrainBatch) -> int:
+    """Action tokens of the batch, rounded up to a power of two so that few shapes compile."""
+    count = max(int(np.asarray(batch.loss_mask).sum()), 16)
+    return min(1 << math.ceil(math.log2(count)), batch.loss_mask.size)

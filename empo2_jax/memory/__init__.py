@@ -1,0 +1,1 @@
+"""Tips and novelty: what is remembered, and how it is found again."""

@@ -1,0 +1,243 @@
+"""Tips: what the policy wrote to itself about finished episodes, kept and found again (paper section 4.1).
+
+A buffer holds entries of one scope (a variation, a task, or everything). Retrieval takes *all* entries whose key is
+strictly nearer than a threshold, ranks them by the score of their episode and keeps the first few. Writes become
+visible only with `commit`, which the trainer calls once per iteration in episode order. Writing a tip (sampling it)
+and showing it (the prompt) are not here; neither is novelty, which has its own store.
+"""
+
+import hashlib
+import heapq
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Float32
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
+
+from empo2_jax.errors import CheckpointError
+from empo2_jax.memory.base import Embedder, VectorIndex
+from empo2_jax.prompts import tip_entry
+from empo2_jax.types import Episode, Task, Tip
+
+Scope = Literal["variation", "task", "global"]
+Eviction = Literal["fifo", "lowest_score"]
+
+_VECTORS, _ENTRIES = "tips.safetensors", "tips.jsonl"
+_TEXT_FIELDS = ("counter", "buffer", "content", "score", "episode", "step", "policy_version", "iteration")
+_STATISTICS = ("queries", "hits", "retrieved", "duplicates", "evictions")
+
+
+def buffer_key(task: Task, scope: Scope) -> str:
+    """Name of the buffer that a task reads and writes; tasks of different environments never share by accident."""
+    return {"variation": str(task), "task": f"{task.env}/{task.name}", "global": "global"}[scope]
+
+
+def state_key(goal: str, state: str) -> str:
+    """Text embedded as key of an entry: the goal and the latest state (observation and inventory), nothing older."""
+    return f"{goal}\n{state}"
+
+
+def make_tip_entries(
+    episode: Episode, tip_text: str, embeddings: Float32[np.ndarray, "S D"], *, buffer: str, iteration: int
+) -> list[Tip]:
+    """One entry per step of a valid episode: the tip, the action of that step and the final score out of 100.
+
+    `embeddings` are the keys of the states *before* each action. The score is the extrinsic return rounded to 0.1.
+    An empty tip or an invalid episode gives no entries. `commit` replaces the counter of -1.
+    """
+    tip = " ".join(tip_text.split())
+    if not tip or not episode.stop_reason.valid:
+        return []
+    score = round(episode.extrinsic_return, 1)
+    return [
+        Tip(
+            counter=-1,
+            buffer=buffer,
+            content=tip_entry(tip, step.action, episode.score),
+            score=score,
+            embedding=embedding,
+            episode=episode.id,
+            step=number,
+            policy_version=episode.policy_version,
+            iteration=iteration,
+        )
+        for number, (step, embedding) in enumerate(zip(episode.steps, embeddings, strict=True))
+    ]
+
+
+@dataclass
+class _Buffer:
+    """Entries of one scope; the heap orders them by when they leave."""
+
+    index: VectorIndex
+    entries: dict[int, Tip] = field(default_factory=dict)  # by counter, ascending
+    contents: set[str] = field(default_factory=set)
+    leaving: list[tuple[float, int]] = field(default_factory=list)
+
+
+class TipMemory:
+    """Buffers of tips with threshold retrieval. `queries`, `hits` … in `metrics()` count over the whole run."""
+
+    def __init__(
+        self,
+        embedder: Embedder,
+        index_factory: Callable[[int], VectorIndex],
+        *,
+        capacity: int = 1000,
+        threshold: float = 0.5,
+        top_k: int = 10,
+        distinct_episodes: bool = True,
+        eviction: Eviction = "fifo",
+        cache_size: int = 8192,
+    ) -> None:
+        """Empty memory; `capacity` is per buffer, `cache_size` the number of texts whose vectors are remembered."""
+        self._embedder, self._index_factory = embedder, index_factory
+        self._capacity, self._threshold, self._top_k = capacity, threshold, top_k
+        self._distinct_episodes, self._eviction, self._cache_size = distinct_episodes, eviction, cache_size
+        self._cache: OrderedDict[bytes, Float32[np.ndarray, " D"]] = OrderedDict()
+        self._buffers: dict[str, _Buffer] = {}
+        self._next_counter = 0
+        self._statistics = dict.fromkeys(_STATISTICS, 0)
+
+    def __len__(self) -> int:
+        """Entries in all buffers."""
+        return sum(len(buffer.entries) for buffer in self._buffers.values())
+
+    def embed(self, texts: Sequence[str]) -> Float32[np.ndarray, "K D"]:
+        """Unit vectors of the texts; each distinct text goes through the embedder once while the cache holds it."""
+        names = [hashlib.sha256(text.encode()).digest() for text in texts]
+        known = {name: self._cache[name] for name in names if name in self._cache}
+        missing = {name: text for name, text in zip(names, texts, strict=True) if name not in known}
+        if missing:
+            known.update(zip(missing, self._embedder.embed(list(missing.values())), strict=True))
+        for name in names:
+            self._cache[name] = known[name]
+            self._cache.move_to_end(name)
+        while len(self._cache) > self._cache_size:
+            self._cache.popitem(last=False)
+        return (
+            np.stack([known[name] for name in names]) if names else np.zeros((0, self._embedder.dimension), np.float32)
+        )
+
+    def retrieve(self, buffer: str, query: Float32[np.ndarray, " D"]) -> list[Tip]:
+        """Tips with cosine strictly above the threshold, by score descending (ties: newer first), at most `top_k`."""
+        self._statistics["queries"] += 1
+        store = self._buffers.get(buffer)
+        if store is None:
+            return []
+        found = [store.entries[counter] for counter in store.index.above(query, self._threshold).tolist()]
+        found.sort(key=lambda tip: (-tip.score, -tip.counter))
+        chosen = self._choose(found)
+        self._statistics["hits"] += bool(chosen)
+        self._statistics["retrieved"] += len(chosen)
+        return chosen
+
+    def retrieve_many(self, requests: Sequence[tuple[str, str]]) -> list[list[Tip]]:
+        """`retrieve` for pairs (buffer, key text), embedding all texts in one call."""
+        vectors = self.embed([text for _, text in requests])
+        return [self.retrieve(buffer, vector) for (buffer, _), vector in zip(requests, vectors, strict=True)]
+
+    def commit(self, tips: Iterable[Tip]) -> int:
+        """Make the tips visible, in the given order; returns how many were new.
+
+        A content already in its buffer is dropped. A full buffer evicts, and an evicted content may come again.
+        """
+        added: dict[str, list[Tip]] = {}
+        evicted: dict[str, list[int]] = {}
+        for tip in tips:
+            store = self._buffer(tip.buffer)
+            if tip.content in store.contents:
+                self._statistics["duplicates"] += 1
+                continue
+            tip = replace(tip, counter=self._next_counter)
+            self._next_counter += 1
+            self._insert(store, tip)
+            added.setdefault(tip.buffer, []).append(tip)
+            if len(store.entries) > self._capacity:
+                evicted.setdefault(tip.buffer, []).append(self._evict(store))
+        for name, new in added.items():
+            self._update_index(self._buffers[name], new, evicted.get(name, []))
+        return sum(map(len, added.values()))
+
+    def metrics(self) -> dict[str, int]:
+        """Size and run-long counters: queries, hits (queries with a tip), retrieved, duplicates, evictions."""
+        return {"size": len(self), "buffers": len(self._buffers), **self._statistics}
+
+    def dump(self, folder: Path) -> None:
+        """Write the memory into `folder` (created if needed): the same memory gives the same bytes."""
+        folder.mkdir(parents=True, exist_ok=True)
+        vectors, lines = self._serialized()
+        (folder / _VECTORS).write_bytes(vectors)
+        (folder / _ENTRIES).write_bytes(lines)
+
+    def load(self, folder: Path) -> None:
+        """Replace the memory by a dumped one; raises `CheckpointError` if the files are missing or do not fit."""
+        try:
+            embeddings = load_file(folder / _VECTORS)["embeddings"]
+            header, *rows = map(json.loads, (folder / _ENTRIES).read_text(encoding="utf-8").splitlines())
+            tips = [Tip(**row, embedding=vector) for row, vector in zip(rows, embeddings, strict=True)]
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise CheckpointError(f"no tips can be read from {folder}: {error}") from error
+        if embeddings.shape[1] != self._embedder.dimension:
+            found = f"{embeddings.shape[1]} dimensions, the embedder has {self._embedder.dimension}"
+            raise CheckpointError(f"tips in {folder} have {found}")
+        self._buffers = {}
+        for tip in tips:
+            self._insert(self._buffer(tip.buffer), tip)
+        for store in self._buffers.values():
+            self._update_index(store, list(store.entries.values()), [])
+        self._next_counter, self._statistics = header["next_counter"], header["statistics"]
+
+    def content_hash(self) -> str:
+        """SHA-256 of everything that `dump` writes."""
+        return hashlib.sha256(b"\0".join(self._serialized())).hexdigest()
+
+    def _choose(self, ranked: list[Tip]) -> list[Tip]:
+        if not self._distinct_episodes:
+            return ranked[: self._top_k]
+        first: dict[str, Tip] = {}
+        for tip in ranked:
+            if len(first) == self._top_k:
+                break
+            first.setdefault(tip.episode, tip)
+        return list(first.values())
+
+    def _buffer(self, name: str) -> _Buffer:
+        if name not in self._buffers:
+            self._buffers[name] = _Buffer(self._index_factory(self._embedder.dimension))
+        return self._buffers[name]
+
+    def _insert(self, store: _Buffer, tip: Tip) -> None:
+        store.entries[tip.counter] = tip
+        store.contents.add(tip.content)
+        heapq.heappush(store.leaving, (tip.score if self._eviction == "lowest_score" else 0.0, tip.counter))
+
+    def _evict(self, store: _Buffer) -> int:
+        _, counter = heapq.heappop(store.leaving)
+        store.contents.remove(store.entries.pop(counter).content)
+        self._statistics["evictions"] += 1
+        return counter
+
+    @staticmethod
+    def _update_index(store: _Buffer, new: list[Tip], evicted: list[int]) -> None:
+        """Entries that came and went within one commit never reach the index."""
+        fresh = {tip.counter for tip in new}
+        store.index.remove([counter for counter in evicted if counter not in fresh])
+        staying = [tip for tip in new if tip.counter in store.entries]
+        if staying:
+            store.index.add([tip.counter for tip in staying], np.stack([tip.embedding for tip in staying]))
+
+    def _serialized(self) -> tuple[bytes, bytes]:
+        tips = sorted(
+            (tip for store in self._buffers.values() for tip in store.entries.values()), key=lambda t: t.counter
+        )
+        embeddings = np.array([tip.embedding for tip in tips], np.float32).reshape(len(tips), self._embedder.dimension)
+        header = {"next_counter": self._next_counter, "statistics": self._statistics}
+        rows = [header, *({name: getattr(tip, name) for name in _TEXT_FIELDS} for tip in tips)]
+        return save({"embeddings": embeddings}), "".join(json.dumps(row) + "\n" for row in rows).encode()

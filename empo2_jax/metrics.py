@@ -1,0 +1,285 @@
+"""What a run leaves to read: `metrics.jsonl`, `evaluations.jsonl`, `episodes/<iteration>.jsonl`, TensorBoard, W&B.
+
+The two `.jsonl` logs are the record: one line per iteration, on the disk before the call returns. A checkpoint stores
+how many lines it has seen; a resumed run drops the lines beyond, so no iteration appears twice. TensorBoard and W&B
+are views of the record behind `MetricSink` and are rebuilt from it. What a metric means is said where it is computed.
+"""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from empo2_jax.errors import ConfigError, DataError
+from empo2_jax.types import Episode, Step
+
+METRICS_FILE = "metrics.jsonl"
+EVALUATIONS_FILE = "evaluations.jsonl"
+EPISODES_FOLDER = "episodes"
+TENSORBOARD_FOLDER = "tensorboard"
+TIMED_PREFIXES = ("timing_s/", "perf/")  # values that differ between two runs of one seed
+
+Record = dict[str, Any]
+
+
+@runtime_checkable
+class MetricSink(Protocol):
+    """A second place where numbers go."""
+
+    def write(self, iteration: int, values: Mapping[str, float]) -> None:
+        """Show the numbers of one iteration."""
+        ...
+
+    def close(self) -> None:
+        """Flush; nothing is written afterwards."""
+        ...
+
+
+class JsonLines:
+    """An append-only file of JSON objects, one a line, each on the disk when `append` returns."""
+
+    def __init__(self, path: Path, keep: int | None = None) -> None:
+        """Open for appending with the first `keep` lines (None: all whole lines; a torn last line is dropped).
+
+        Raises:
+            DataError: fewer than `keep` whole lines are there, or the file cannot be opened.
+        """
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a+b")
+            self._file.seek(0)
+            whole = [line for line in self._file.read().splitlines(keepends=True) if line.endswith(b"\n")]
+            kept = whole if keep is None else whole[:keep]
+            self._file.truncate(sum(map(len, kept)))
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise DataError(f"{path}: cannot be written: {error.strerror}") from error
+        if keep is not None and len(kept) < keep:
+            self._file.close()
+            raise DataError(f"{path}: {len(kept)} lines, but the checkpoint was written after line {keep}")
+        self.lines = len(kept)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one line; raises `DataError` when the disk is full."""
+        text = json.dumps(_plain(record), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        try:
+            self._file.write(text.encode("utf-8") + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot be written: {error.strerror}") from error
+        self.lines += 1
+
+    def close(self) -> None:
+        """Close the file; safe to call twice."""
+        self._file.close()
+
+
+class MetricsLog:
+    """`metrics.jsonl` of a run and its views."""
+
+    def __init__(self, run_dir: Path, keep: int | None = None, sinks: Sequence[MetricSink] = ()) -> None:
+        """Keep the first `keep` iterations (None: all) and show them again to the sinks."""
+        self._log = JsonLines(run_dir / METRICS_FILE, keep)
+        self._sinks = sinks
+        for record in read_jsonl(self._log.path) if sinks else ():
+            self._show(record)
+
+    @property
+    def lines(self) -> int:
+        """Lines on the disk; goes into the cursor of a checkpoint."""
+        return self._log.lines
+
+    def write(self, iteration: int, values: Mapping[str, float]) -> None:
+        """Append the metrics of one iteration; NaN and infinities are kept as text."""
+        record = {"iteration": iteration, **values}
+        self._log.append(record)
+        self._show(record)
+
+    def _show(self, record: Mapping[str, Any]) -> None:
+        numbers = {key: value for key, value in record.items() if key != "iteration" and not isinstance(value, str)}
+        for sink in self._sinks:
+            sink.write(record["iteration"], numbers)
+
+    def close(self) -> None:
+        """Close the file and the views."""
+        self._log.close()
+        for sink in self._sinks:
+            sink.close()
+
+
+class TensorBoardSink:
+    """Event files under `tensorboard/`, begun anew at every start because `MetricsLog` shows the whole record again."""
+
+    def __init__(self, run_dir: Path) -> None:
+        from tensorboard.summary import Writer  # 0.3 s of imports for those who want it
+
+        folder = run_dir / TENSORBOARD_FOLDER
+        if folder.exists():
+            shutil.rmtree(folder)
+        self._writer = Writer(str(folder))
+
+    def write(self, iteration: int, values: Mapping[str, float]) -> None:
+        """One scalar per metric."""
+        for key, value in values.items():
+            self._writer.add_scalar(key, float(value), iteration)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Flush the event file."""
+        self._writer.close()
+
+
+class WandbSink:
+    """Weights & Biases (`empo2_jax[wandb]`). The run id stands in the run directory, so a resumed run stays one run."""
+
+    def __init__(self, run_dir: Path, project: str, name: str) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise ConfigError("wandb is not installed; install empo2_jax[wandb]") from None
+        record = run_dir / "wandb_id"
+        if not record.exists():
+            record.write_text(wandb.util.generate_id(), encoding="utf-8")
+        identity = record.read_text(encoding="utf-8")
+        self._run = wandb.init(project=project, name=name, id=identity, resume="allow", dir=str(run_dir))
+
+    def write(self, iteration: int, values: Mapping[str, float]) -> None:
+        """One step of the tracker; the tracker ignores steps it already has."""
+        self._run.log(dict(values), step=iteration)
+
+    def close(self) -> None:
+        """Finish the tracker's run."""
+        self._run.finish()
+
+
+class EpisodeLog:
+    """Episodes in full, for people: one file per iteration, complete or absent."""
+
+    def __init__(self, run_dir: Path, decode: Callable[[Sequence[int]], str] | None = None) -> None:
+        """`decode` turns token ids to text; with it the last prompt and answer are written out, word for word."""
+        self._folder = run_dir / EPISODES_FOLDER
+        self._decode = decode
+
+    def write(self, iteration: int, episodes: Sequence[Episode], limit: int) -> Path | None:
+        """Write the first `limit` episodes to `episodes/<iteration>.jsonl` and return the path; None if limit is 0."""
+        if limit == 0:
+            return None
+        path = self._folder / f"{iteration}.jsonl"
+        lines = [json.dumps(_plain(self._record(episode)), ensure_ascii=False) for episode in episodes[:limit]]
+        write_atomically(path, "".join(line + "\n" for line in lines))
+        return path
+
+    def _record(self, episode: Episode) -> Record:
+        record = {
+            "id": episode.id,
+            "task": str(episode.task),
+            "mode": episode.mode.name,
+            "goal": episode.goal,
+            "score": episode.score,
+            "success": episode.success,
+            "stop_reason": str(episode.stop_reason),
+            "error": episode.error,
+            "policy_version": episode.policy_version,
+            "extrinsic_return": episode.extrinsic_return,
+            "intrinsic_return": episode.intrinsic_return,
+            "tip_written": episode.tip,
+            "steps": [_step_record(step) for step in episode.steps],
+        }
+        if self._decode is not None and episode.steps:
+            last = episode.steps[-1]
+            record["transcript"] = self._decode([*last.prompt_ids.tolist(), *last.action_ids.tolist()])
+        return record
+
+
+def _step_record(step: Step) -> Record:
+    logprobs = step.behavior_logprobs
+    return {
+        "observation": step.observation,
+        "tips": [
+            {"content": content, "score": score} for content, score in zip(step.tips, step.tip_scores, strict=True)
+        ],
+        "action": step.action,
+        "resolved": step.resolved,
+        "resolution": step.resolution,
+        "reward": step.reward,
+        "intrinsic_reward": step.intrinsic_reward,
+        "truncated": step.truncated,
+        "logprob_mean": float(logprobs.mean()) if len(logprobs) else 0.0,
+        "logprob_min": float(logprobs.min()) if len(logprobs) else 0.0,
+        "action_tokens": len(step.action_ids),
+        "prompt_tokens": len(step.prompt_ids),
+        "bare_prompt_tokens": len(step.bare_prompt_ids),
+        "cached_tokens": step.cached_tokens,
+    }
+
+
+def read_jsonl(path: Path) -> list[Record]:
+    """All whole lines of a JSON-lines file; a torn last line is left out.
+
+    Raises:
+        DataError: the file is missing, or a whole line is not a JSON object; names the line.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    records = []
+    for number, line in enumerate(content.splitlines(keepends=True), start=1):
+        if not line.endswith(b"\n"):
+            break
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{path}: line {number} is not JSON: {error}") from None
+        if not isinstance(record, dict):
+            raise DataError(f"{path}: line {number} is not a JSON object")
+        records.append(record)
+    return records
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """Iterations of a `metrics.jsonl`, or of the run directory that holds it; each has the key `iteration`."""
+    file = path / METRICS_FILE if path.is_dir() else path
+    records = read_jsonl(file)
+    for number, record in enumerate(records, start=1):
+        if not isinstance(record.get("iteration"), int):
+            raise DataError(f"{file}: line {number} has no integer `iteration`")
+    return records
+
+
+def untimed(records: Iterable[Mapping[str, Any]]) -> list[Record]:
+    """The records without times and speeds: what two runs of one seed have in common."""
+    return [{key: value for key, value in record.items() if not key.startswith(TIMED_PREFIXES)} for record in records]
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file that is there in full or not at all; raises `DataError` when it cannot be written."""
+    beside = path.with_name(f".{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _plain(value: Any) -> Any:
+    """JSON values only: NumPy scalars become numbers, NaN and infinities text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, str | bool | int) or value is None:
+        return value
+    number = value.item() if type(value).__module__ == "numpy" else float(value)
+    return str(number) if isinstance(number, float) and not math.isfinite(number) else number

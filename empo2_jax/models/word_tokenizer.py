@@ -1,0 +1,27 @@
+"""A word-level tokenizer in the Hugging Face format, for worlds with a closed vocabulary (the toy world)."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "[UNK]")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|> {{ message.role }} {{ message.content }} <|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
+)
+
+
+def write_word_tokenizer(folder: Path, vocabulary: Sequence[str]) -> int:
+    """Write tokenizer.json, its chat template and settings into `folder`; returns the number of ids."""
+    names = dict.fromkeys([*SPECIAL, "system", "user", "assistant", *vocabulary])
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(names)}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"chat_template": CHAT_TEMPLATE, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
+    return len(names)

@@ -1,0 +1,75 @@
+"""What the terminal shows while a run goes on: a live line on a terminal, one plain line per iteration elsewhere."""
+
+import time
+from collections.abc import Mapping
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+SHOWN = (
+    ("score", "episode/score", ".1f"),
+    ("success", "episode/success_rate", ".2f"),
+    ("reward", "reward/mean", ".2f"),
+    ("tips", "memory/size", ".0f"),
+    ("tok/s", "perf/tokens_per_s", ".0f"),
+)
+
+
+class RunProgress:
+    """Context manager around the loop of a run; `update` after every iteration."""
+
+    def __init__(self, total: int, done: int = 0, console: Console | None = None) -> None:
+        """`total` iterations of the run, `done` of them in earlier processes."""
+        self._console = console or Console(stderr=True)
+        self._total, self._begin, self._done = total, done, done
+        self._started = time.monotonic()
+        self._bar: Progress | None = None
+        if self._console.is_terminal:
+            columns = (TextColumn("iteration"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
+            self._bar = Progress(*columns, console=self._console)
+            self._bar.add_task("starting", total=total, completed=done)
+
+    def __enter__(self) -> "RunProgress":
+        """Start the display."""
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop the display."""
+        if self._bar:
+            self._bar.stop()
+
+    def update(self, done: int, metrics: Mapping[str, float]) -> None:
+        """Show that `done` iterations are complete, with the curated metrics of the last one."""
+        self._done = done
+        text = f"{summary(metrics)} · {clock(self.seconds_left())} left"
+        if self._bar:
+            self._bar.update(self._bar.task_ids[0], completed=done, description=text)
+        else:
+            self.note(f"iteration {done}/{self._total} · {text}")
+
+    def note(self, text: str) -> None:
+        """One line above the live display, for example `evaluating`."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def seconds_left(self) -> float:
+        """Estimate from the mean duration of the iterations of this process; 0 before the first."""
+        fresh = self._done - self._begin
+        elapsed = time.monotonic() - self._started
+        return elapsed / fresh * (self._total - self._done) if fresh > 0 else 0.0
+
+
+def summary(metrics: Mapping[str, float]) -> str:
+    """The curated metrics that are present, on one line."""
+    return " · ".join(f"{label} {metrics[key]:{form}}" for label, key, form in SHOWN if key in metrics)
+
+
+def clock(seconds: float) -> str:
+    """`h:mm:ss`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"

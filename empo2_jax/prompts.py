@@ -1,0 +1,18 @@
+"""The method's own texts, the same in every environment: a memory entry and the block of tips in a user turn.
+
+What an environment says (first turn, next turn, request for a tip) stands in its own file.
+"""
+
+from collections.abc import Sequence
+
+
+def tip_entry(tip: str, action: str, score: float) -> str:
+    """Content of a memory entry: the tip, the action taken at its step and the episode's final score out of 100."""
+    return f"{tip} (action : {action} ; score : {score:.0f} )"
+
+
+def tips_block(tips: Sequence[str]) -> str:
+    """Text appended to the user turn at which the tips were retrieved; "" without tips."""
+    if not tips:
+        return ""
+    return "\n\nTips from earlier episodes , best first :\n" + "\n".join(f"- {tip}" for tip in tips)

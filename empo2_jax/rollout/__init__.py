@@ -1,0 +1,1 @@
+"""Collecting episodes: engines, chat rendering, the collector and the writing of tips."""

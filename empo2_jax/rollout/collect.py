@@ -1,0 +1,259 @@
+"""Collecting episodes: retrieve tips, render, generate, step; all episodes of a wave move together.
+
+A wave holds at most as many episodes as the engine has slots, in the order of the assignments, so what is batched with
+what is a function of the configuration and never of arrival times. Both prompts of an episode are kept as two
+append-only sequences, with and without tips (paper section 4.2): nothing is ever cut out of a prompt. This module
+writes no tips (`reflect`) and computes no learning signal.
+"""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from empo2_jax.config import RolloutConfig
+from empo2_jax.envs.base import Environment, EnvironmentFamily
+from empo2_jax.errors import EngineError, EnvError
+from empo2_jax.memory.tips import buffer_key
+from empo2_jax.prompts import tips_block
+from empo2_jax.randomness import words
+from empo2_jax.rollout.base import Completion, Engine, Request, Sampling
+from empo2_jax.rollout.chat import Chat, TokenIds
+from empo2_jax.rollout.reflect import TipWriter
+from empo2_jax.types import Episode, Mode, Observation, Step, StopReason, Task, Tip
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One episode to run; `id` is its seed path and names every draw in it."""
+
+    id: str
+    task: Task
+    mode: Mode = Mode.ON_POLICY
+
+
+class TipSource(Protocol):
+    """Where tips come from; `memory.tips.TipMemory` is one."""
+
+    def retrieve_many(self, queries: Sequence[tuple[str, str]]) -> list[list[Tip]]:
+        """Tips for (buffer, key text) pairs, best first."""
+        ...
+
+
+@dataclass
+class Live:
+    """An episode in flight."""
+
+    assignment: Assignment
+    environment: Environment | None = None
+    observation: Observation | None = None
+    prompt: TokenIds = field(default_factory=lambda: np.zeros(0, np.int32))  # with tips, up to the newest header
+    bare: TokenIds = field(default_factory=lambda: np.zeros(0, np.int32))  # without tips
+    key: str = ""
+    tips: list[Tip] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    stop: StopReason | None = None
+    error: str = ""
+    tip: str = ""
+    tip_tokens: int = 0
+
+    def fail(self, stop: StopReason, error: Exception) -> None:
+        """End as invalid."""
+        self.stop, self.error = stop, str(error)
+
+    def episode(self, policy_version: int) -> Episode:
+        """The finished record."""
+        assert self.stop is not None
+        observation = self.observation
+        return Episode(
+            id=self.assignment.id,
+            task=self.assignment.task,
+            goal=self.environment.goal if self.environment else "",
+            mode=self.assignment.mode,
+            steps=tuple(self.steps),
+            stop_reason=self.stop,
+            score=observation.score if observation else 0.0,
+            success=observation.success if observation else False,
+            policy_version=policy_version,
+            tip=self.tip,
+            tip_tokens=self.tip_tokens,
+            error=self.error,
+        )
+
+
+class Collector:
+    """Runs assignments to episodes with one engine and one environment family."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        chat: Chat,
+        family: EnvironmentFamily,
+        rollout: RolloutConfig,
+        *,
+        step_limit: int,
+        scope: str,
+        seed: int,
+        workers: int,
+        banned_from: int,
+    ):
+        self._engine, self._chat, self._family, self._rollout = engine, chat, family, rollout
+        self._step_limit, self._scope, self._seed, self._banned = step_limit, scope, seed, banned_from
+        self._threads = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="environment")
+        self.memory_seconds = 0.0  # wall time spent on retrieving and writing tips so far
+
+    def close(self) -> None:
+        """End the threads; environments belong to the family."""
+        self._threads.shutdown()
+
+    def collect(
+        self,
+        assignments: Sequence[Assignment],
+        *,
+        temperature: float,
+        memory: TipSource | None = None,
+        writer: TipWriter | None = None,
+    ) -> list[Episode]:
+        """One episode per assignment, in their order; failed ones are run again `rollout.retries` times.
+
+        Args:
+            assignments: What to run; ids must be unique.
+            temperature: Of the actions' sampling.
+            memory: Source of tips; needed if a mode acts with tips.
+            writer: Writes a tip after each valid episode while its cache is warm.
+        """
+        done: dict[str, Episode] = {}
+        waiting = list(assignments)
+        for _ in range(self._rollout.retries + 1):
+            for start in range(0, len(waiting), self._rollout.slots):
+                for episode in self._wave(waiting[start : start + self._rollout.slots], temperature, memory, writer):
+                    done[episode.id] = episode
+            waiting = [item for item in assignments if not done[item.id].stop_reason.valid]
+            if not waiting:
+                break
+        return [done[item.id] for item in assignments]
+
+    def _wave(
+        self,
+        assignments: Sequence[Assignment],
+        temperature: float,
+        memory: TipSource | None,
+        writer: TipWriter | None,
+    ) -> list[Episode]:
+        lives = [Live(assignment) for assignment in assignments]
+        try:
+            list(self._threads.map(self._start, lives))
+            while active := [live for live in lives if live.stop is None]:
+                began = time.perf_counter()
+                self._retrieve(active, memory)
+                self.memory_seconds += time.perf_counter() - began
+                for live in active:
+                    self._render(live)
+                self._act([live for live in active if live.stop is None], temperature)
+            if writer is not None:
+                began = time.perf_counter()
+                writer.write(self._engine, [live for live in lives if live.stop and live.stop.valid and live.steps])
+                self.memory_seconds += time.perf_counter() - began
+            return [live.episode(self._engine.policy_version) for live in lives]
+        finally:
+            for live in lives:
+                self._engine.release(live.assignment.id)
+                if live.environment is not None:
+                    live.environment.close()
+
+    def _start(self, live: Live) -> None:
+        task = live.assignment.task
+        try:
+            live.environment = self._family.make()
+            live.observation = live.environment.reset(
+                task, int(words(self._seed, "environment", live.assignment.id)[0])
+            )
+        except EnvError as error:
+            live.fail(StopReason.ENV_ERROR, error)
+
+    def _retrieve(self, lives: Sequence[Live], memory: TipSource | None) -> None:
+        for live in lives:
+            assert live.environment is not None and live.observation is not None
+            live.key = self._family.memory_key(live.environment.goal, live.observation.state)
+            live.tips = []
+        asking = [live for live in lives if live.assignment.mode != Mode.ON_POLICY]
+        if memory is None or not asking:
+            return
+        queries = [(buffer_key(live.assignment.task, self._scope), live.key) for live in asking]
+        for live, tips in zip(asking, memory.retrieve_many(queries), strict=True):
+            live.tips = tips
+
+    def _render(self, live: Live) -> None:
+        """Append the newest user turn to both prompts; an episode that cannot answer any more ends by length."""
+        assert live.environment is not None and live.observation is not None
+        block = tips_block([tip.content for tip in live.tips])
+        text = live.observation.text
+        if not live.steps:
+            turn = self._family.first_turn(live.environment.goal, text)
+            live.bare, live.prompt = self._chat.opening(turn), self._chat.opening(turn + block)
+        else:
+            turn, answer = self._family.next_turn(text), live.steps[-1].action_ids
+            live.bare = np.concatenate([live.bare, answer, self._chat.following(answer, turn)])
+            live.prompt = np.concatenate([live.prompt, answer, self._chat.following(answer, turn + block)])
+        if len(live.prompt) >= self._rollout.max_length:
+            live.stop = StopReason.LENGTH
+
+    def _act(self, lives: Sequence[Live], temperature: float) -> None:
+        if not lives:
+            return
+        try:
+            completions = self._engine.generate([self._request(live, temperature) for live in lives])
+        except EngineError as error:
+            for live in lives:
+                live.fail(StopReason.ENGINE_ERROR, error)
+            return
+        list(self._threads.map(self._step, lives, completions))
+
+    def _request(self, live: Live, temperature: float) -> Request:
+        room = self._rollout.max_length - len(live.prompt)
+        sampling = Sampling(
+            max_tokens=min(self._rollout.max_action_tokens, room),
+            temperature=temperature,
+            stop_ids=self._chat.stop_ids,
+            top_p=self._rollout.top_p,
+            banned_from=self._banned,
+        )
+        key = words(self._seed, "action", live.assignment.id, len(live.steps))
+        return Request(live.assignment.id, live.prompt, key, sampling)
+
+    def _step(self, live: Live, completion: Completion) -> None:
+        assert live.environment is not None and live.observation is not None
+        text = self._chat.text(completion.ids)
+        before = live.observation
+        try:
+            live.observation = live.environment.step(text)
+        except EnvError as error:
+            live.fail(StopReason.ENV_ERROR, error)
+            return
+        after = live.observation
+        live.steps.append(
+            Step(
+                observation=before.text,
+                prompt_ids=live.prompt,
+                bare_prompt_ids=live.bare,
+                action_ids=completion.ids,
+                behavior_logprobs=completion.logprobs,
+                action=text,
+                resolved=after.resolved,
+                resolution=after.resolution,
+                reward=after.reward,
+                state=after.state,
+                memory_key=live.key,
+                tips=tuple(tip.content for tip in live.tips),
+                tip_scores=tuple(tip.score for tip in live.tips),
+                truncated=not completion.stopped,
+                cached_tokens=completion.cached_tokens,
+            )
+        )
+        if after.done:
+            live.stop = StopReason.DONE
+        elif len(live.steps) == self._step_limit:
+            live.stop = StopReason.STEP_LIMIT

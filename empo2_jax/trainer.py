@@ -1,0 +1,415 @@
+"""`run(config)`: the loop. One iteration = draw, collect, reward, rows, ledgers, update, load, commit, save.
+
+Everything random is a function of (seed, iteration, …), and all that lives over iterations is in one checkpoint, so a
+run that was killed continues as if nothing had happened. What is printed and plotted is in `metrics` and `report`.
+"""
+
+import importlib
+import json
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from empo2_jax import assembly, warmstart
+from empo2_jax.algorithms.base import group_metrics, valid_episodes
+from empo2_jax.checkpoint import CheckpointStore, RunLock, check_same_run, fingerprint
+from empo2_jax.config import Config, dump_toml, load_config
+from empo2_jax.data.packing import pack
+from empo2_jax.data.rows import build_rows, drop_unlikely_steps, minibatches, token_weights
+from empo2_jax.errors import CheckpointError
+from empo2_jax.evaluation import evaluate
+from empo2_jax.learner.ledgers import fill, scorer
+from empo2_jax.learner.optim import policy_optimizer
+from empo2_jax.learner.step import Learner, LearnerState
+from empo2_jax.memory.novelty import PendingVisits, novelty_key
+from empo2_jax.memory.tips import buffer_key, make_tip_entries
+from empo2_jax.metrics import EpisodeLog, JsonLines, MetricsLog, TensorBoardSink, write_atomically
+from empo2_jax.models.hf_weights import save_model
+from empo2_jax.ops.losses import finalize_metrics, policy_loss
+from empo2_jax.progress import RunProgress
+from empo2_jax.randomness import generator
+from empo2_jax.report import write_report
+from empo2_jax.rollout.collect import Assignment
+from empo2_jax.types import Episode, EpisodeGroup, Row, Task, Tip
+
+
+def run(config: Config, resume: str = "auto") -> Path:
+    """Train to `run.iterations` and write the report; returns the run directory.
+
+    Args:
+        config: The whole experiment.
+        resume: `auto` continues the newest good checkpoint or starts; `never` refuses a directory with checkpoints; a
+            path of one of the run's checkpoints goes back to it.
+
+    Raises:
+        Empo2Error: whatever the user or the world did wrong, in one line.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(RunLock(config.run_dir))
+        _claim(config, resume)
+        trainer = Trainer(config, stack)
+        trainer.restore(resume)
+        trainer.loop()
+        write_report(config.run_dir)
+    return config.run_dir
+
+
+def _claim(config: Config, resume: str) -> None:
+    """Check that the run directory is this experiment's and save the resolved configuration."""
+    saved = config.run_dir / "config.toml"
+    steps = CheckpointStore(config.run_dir, config.checkpoint.keep).steps()
+    if resume == "never" and steps:
+        raise CheckpointError(f"{config.run_dir}: has checkpoints; use --resume auto or another run.dir")
+    if saved.is_file():
+        check_same_run(load_config(saved), config)
+    write_atomically(saved, dump_toml(config))
+
+
+class Trainer:
+    """The parts of one run and its state; opened resources go to `stack`."""
+
+    def __init__(self, config: Config, stack: ExitStack):
+        self.config = config
+        self.family = assembly.make_family(config.env, config.evaluation.variations)
+        stack.callback(self.family.close)
+        self.policy = assembly.load_policy(config.model, self._start())
+        self.algorithm = importlib.import_module(f"empo2_jax.algorithms.{config.algorithm.name}")
+        embedder = assembly.make_embedder(config.memory)
+        self.memory = assembly.make_memory(config.memory, embedder)
+        self.novelty = assembly.make_novelty(config.intrinsic, config.memory, embedder)
+        self.engine = assembly.make_engine(config, self.policy)
+        self.collector = assembly.make_collector(config, self.policy, self.engine, self.family)
+        stack.callback(self.collector.close)
+        self.writer = assembly.make_writer(config, self.policy, self.family) if config.algorithm.p_memory > 0 else None
+        self.learner = self._learner()
+        self.state: LearnerState = self.learner.init(_copy(self.policy.params))
+        self.reference = self.policy.params if config.algorithm.kl_coefficient > 0 else None
+        self.store = CheckpointStore(config.run_dir, config.checkpoint.keep, fingerprint(config))
+        self.iteration = 0
+        self.totals = {"environment_steps": 0, "prompt_tokens": 0, "sampled_tokens": 0, "tip_calls": 0}
+        self._stack = stack
+
+    def _learner(self) -> Learner:
+        algorithm = self.config.algorithm
+        objective = partial(
+            policy_loss,
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+            dual_clip=algorithm.dual_clip,
+            kl_coefficient=algorithm.kl_coefficient,
+            entropy_coefficient=algorithm.entropy_coefficient,
+            mask_sign=algorithm.mask_sign,
+        )
+        return Learner(
+            nnx.split(self.policy.model)[0],
+            policy_optimizer(self.config.update),
+            objective,
+            temperature=self.config.rollout.temperature,
+            remat=self.config.model.remat,
+        )
+
+    def _start(self) -> Path | None:
+        """Folder of the warm-started policy, made when the configuration asks for one and none is there."""
+        if not self.config.warmstart.updates:
+            return None
+        folder = self.config.run_dir / "start"
+        if not folder.is_dir():
+            make_start(self.config, self.family, folder)
+        return folder
+
+    def restore(self, resume: str) -> None:
+        """Continue a checkpoint, or begin: logs are cut to what the checkpoint knows."""
+        step = self._chosen(resume)
+        cursor: dict[str, Any] = {}
+        if step is not None:
+            state, folder, cursor = self.store.restore(step, self.state)
+            self.state = LearnerState(*state)
+            self.memory.load(folder / "memory")
+            self.novelty.load(folder / "novelty")
+            self.iteration, self.totals = cursor["iteration"], cursor["totals"]
+        self.engine.load(_copy(self.state.params), self.iteration)
+        sinks = [TensorBoardSink(self.config.run_dir)] if self.config.run.tensorboard else []
+        self.metrics = MetricsLog(self.config.run_dir, cursor.get("metrics_lines", 0), sinks)
+        self.evaluations = JsonLines(self.config.run_dir / "evaluations.jsonl", cursor.get("evaluation_lines", 0))
+        self._stack.callback(self.metrics.close)
+        self._stack.callback(self.evaluations.close)
+        self.episode_log = EpisodeLog(self.config.run_dir, self.policy.tokenizer.decode)
+        if step is None:
+            self._evaluate_start()
+            self.save()
+
+    def _chosen(self, resume: str) -> int | None:
+        if resume in ("auto", "never"):
+            return self.store.latest()
+        path = Path(resume)
+        if not path.name.isdecimal() or path.parent.resolve() != (self.config.run_dir / "checkpoints").resolve():
+            raise CheckpointError(
+                f"--resume {resume}: auto, never or {self.config.run_dir}/checkpoints/<step> is allowed"
+            )
+        return int(path.name)
+
+    def _evaluate_start(self) -> None:
+        before = self.config.run_dir / "start" / "before.json"
+        if self.config.warmstart.updates and before.is_file():
+            self.evaluations.append(json.loads(before.read_text(encoding="utf-8")))
+        self.evaluate("start")
+
+    def loop(self) -> None:
+        """All remaining iterations."""
+        total = self.config.run.iterations
+        with RunProgress(total, self.iteration) as progress:
+            while self.iteration < total:
+                metrics = self.iterate()
+                last = self.iteration == total
+                every = self.config.evaluation.every
+                if last or (every and self.iteration % every == 0):
+                    metrics |= self.evaluate("end" if last else "during")
+                self.metrics.write(self.iteration, metrics)
+                if last or self.iteration % self.config.checkpoint.every == 0:
+                    self.save()
+                progress.update(self.iteration, metrics)
+
+    def iterate(self) -> dict[str, float]:
+        """One iteration; afterwards `self.iteration` counts it."""
+        clock = Stopwatch()
+        memory_before = self.collector.memory_seconds
+        groups = self.collect()
+        clock.lap("rollout")
+        groups, pending = self.reward_novelty(groups)
+        clock.lap("novelty")
+        episodes = valid_episodes(groups)
+        metrics = group_metrics(groups) | self._traffic(groups)
+        metrics |= self.update(episodes, self.algorithm.advantages(groups, self.config.algorithm))
+        clock.lap("update")
+        self.memory.commit(self.tips(episodes))
+        self.novelty.commit(pending)
+        clock.lap("memory")
+        self.iteration += 1
+        self.engine.load(_copy(self.state.params), self.iteration)
+        self.episode_log.write(
+            self.iteration, [episode for group in groups for episode in group.episodes], self.config.run.episodes_logged
+        )
+        metrics |= {f"memory/{name}": float(value) for name, value in self.memory.metrics().items()}
+        metrics |= {f"novelty/{name}": float(value) for name, value in self.novelty.metrics().items()}
+        metrics |= {f"total/{name}": float(value) for name, value in self.totals.items()}
+        clock.seconds["memory_in_rollout"] = self.collector.memory_seconds - memory_before
+        return metrics | clock.metrics()
+
+    def collect(self) -> list[EpisodeGroup]:
+        """Draw tasks and modes, run the groups."""
+        config, seed, iteration = self.config, self.config.run.seed, self.iteration
+        tasks = draw_tasks(self.family.tasks("train"), config.rollout.tasks_per_iteration, seed, iteration)
+        size = config.rollout.group_size
+        assignments = [
+            Assignment(
+                f"i{iteration}/g{group}/e{member}",
+                task,
+                self.algorithm.draw_mode(config.algorithm, seed, iteration, group, member),
+            )
+            for group, task in enumerate(tasks)
+            for member in range(size)
+        ]
+        episodes = self.collector.collect(
+            assignments, temperature=config.rollout.temperature, memory=self.memory, writer=self.writer
+        )
+        return [
+            EpisodeGroup(task, tuple(episodes[group * size : (group + 1) * size])) for group, task in enumerate(tasks)
+        ]
+
+    def reward_novelty(self, groups: Sequence[EpisodeGroup]) -> tuple[list[EpisodeGroup], list[PendingVisits]]:
+        """Groups whose valid episodes carry intrinsic rewards, and the visits to commit at the end."""
+        if self.config.intrinsic.kind == "none" or self.config.intrinsic.coefficient == 0:
+            return list(groups), []
+        pending: list[PendingVisits] = []
+
+        def reward(episode: Episode) -> Episode:
+            if not episode.stop_reason.valid or not episode.steps:
+                return episode
+            vectors = self.memory.embed([step.state for step in episode.steps])
+            rewards, visits = self.novelty.episode_rewards(novelty_key(episode.task), vectors)
+            pending.append(visits)
+            steps = zip(episode.steps, rewards.tolist(), strict=True)
+            return replace(episode, steps=tuple(replace(step, intrinsic_reward=value) for step, value in steps))
+
+        return [replace(group, episodes=tuple(map(reward, group.episodes))) for group in groups], pending
+
+    def update(self, episodes: Sequence[Episode], advantages: Sequence[float]) -> dict[str, float]:
+        """Rows, ledgers, mini-batches, optimizer steps; the metrics of all of them."""
+        algorithm, update = self.config.algorithm, self.config.update
+        rows = build_rows(
+            episodes, advantages, min_token_prob=algorithm.min_token_prob, mask_modes=algorithm.mask_modes
+        )
+        fits = [row for row in rows if len(row.token_ids) <= update.buckets[-1]]
+        metrics = {
+            "perf/rows_per_episode": len(rows) / max(len(episodes), 1),
+            "actor/rows_too_long": float(len(rows) - len(fits)),
+        }
+        if not fits:
+            return metrics | {"actor/updates": 0.0}
+        score = partial(scorer, self.learner, buckets=update.buckets, micro_batch_tokens=update.micro_batch_tokens)
+        filled, gaps = fill(
+            fits,
+            episodes,
+            score(self.state.params),
+            denominator=algorithm.off_policy_denominator,
+            correction_cap=algorithm.rollout_correction_cap if algorithm.rollout_correction == "on" else None,
+            reference=score(self.reference) if self.reference is not None else None,
+        )
+        totals: dict[str, np.ndarray] = {}
+        count = 0
+        for epoch in range(update.epochs):
+            order = generator(self.config.run.seed, "minibatches", self.iteration, epoch).permutation(len(episodes))
+            for part in minibatches([len(e.steps) for e in episodes], update.minibatch_steps, order.tolist()):
+                batches = self._batches(filled, set(part))
+                if batches:
+                    self.state, sums = self.learner.update(self.state, batches)
+                    totals = {name: totals.get(name, 0.0) + value for name, value in sums.items()}
+                    count += 1
+        norm = float(totals.pop("grad_norm", 0.0)) / max(count, 1)
+        totals.pop("loss", None)
+        return (
+            metrics | gaps | finalize_metrics(totals, count) | {"actor/grad_norm": norm, "actor/updates": float(count)}
+        )
+
+    def _batches(self, rows: Sequence[Row], members: set[int]) -> list[Any]:
+        algorithm, update = self.config.algorithm, self.config.update
+        weighted = token_weights([row for row in rows if row.episode in members], algorithm.aggregation)
+        if algorithm.mask_unit == "row":
+            weighted = drop_unlikely_steps(weighted, algorithm.mask_sign)
+        return pack(weighted, update.buckets, update.micro_batch_tokens).batches
+
+    def tips(self, episodes: Sequence[Episode]) -> list[Tip]:
+        """Memory entries of the iteration in episode order."""
+        entries: list[Tip] = []
+        for episode in episodes:
+            if episode.tip and episode.steps:
+                vectors = self.memory.embed([step.memory_key for step in episode.steps])
+                buffer = buffer_key(episode.task, self.config.memory.scope)
+                entries += make_tip_entries(episode, episode.tip, vectors, buffer=buffer, iteration=self.iteration)
+        return entries
+
+    def evaluate(self, label: str) -> dict[str, float]:
+        """Run the panel with the current weights and append it to evaluations.jsonl."""
+        panel = evaluate(self.collector, self.family, self.config.evaluation)
+        self.evaluations.append(panel.record(label, self.iteration, self.config.evaluation.split))
+        return {
+            "val/score": panel.score,
+            "val/success_rate": panel.success,
+            "val/valid_actions": panel.valid_actions,
+            "val/complete": float(panel.complete),
+        }
+
+    def save(self) -> None:
+        """Write the checkpoint of this iteration."""
+        cursor = {
+            "iteration": self.iteration,
+            "totals": self.totals,
+            "metrics_lines": self.metrics.lines,
+            "evaluation_lines": self.evaluations.lines,
+        }
+        self.store.save(
+            self.iteration,
+            state=self.state,
+            memory_dump=self.memory.dump,
+            novelty_dump=self.novelty.dump,
+            cursor=cursor,
+        )
+
+    def _traffic(self, groups: Sequence[EpisodeGroup]) -> dict[str, float]:
+        """Count what was spent; modes as shares of the episodes."""
+        episodes = [episode for group in groups for episode in group.episodes]
+        steps = [step for episode in episodes for step in episode.steps]
+        self.totals["environment_steps"] += len(steps)
+        self.totals["prompt_tokens"] += sum(len(step.prompt_ids) - step.cached_tokens for step in steps)
+        self.totals["sampled_tokens"] += sum(len(step.action_ids) for step in steps)
+        self.totals["tip_calls"] += sum(bool(episode.tip_tokens) for episode in episodes)
+        names = ("on", "on_memory", "off")
+        shares = {
+            f"empo2/{name}/share": float(np.mean([e.mode == m for e in episodes])) for m, name in enumerate(names)
+        }
+        hits = [bool(step.tips) for episode in episodes if episode.with_memory for step in episode.steps]
+        return shares | {
+            "episode/valid_actions": float(np.mean([step.valid for step in steps])) if steps else 0.0,
+            "memory/hit_rate": float(np.mean(hits)) if hits else 0.0,
+        }
+
+
+class Stopwatch:
+    """Wall seconds of the phases of an iteration."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = self._first = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """Book the time since the last lap under `name`."""
+        now = time.perf_counter()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+        self._last = now
+
+    def metrics(self) -> dict[str, float]:
+        """All phases and their sum as `timing_s/*`."""
+        total = time.perf_counter() - self._first
+        return {f"timing_s/{name}": value for name, value in self.seconds.items()} | {"timing_s/iteration": total}
+
+
+def draw_tasks(tasks: Sequence[Task], count: int, seed: int, iteration: int) -> list[Task]:
+    """`count` tasks of one iteration: without repeats as far as there are tasks, then again from a new shuffle."""
+    drawn: list[Task] = []
+    while len(drawn) < count:
+        order = generator(seed, "tasks", iteration, len(drawn)).permutation(len(tasks))
+        drawn += [tasks[index] for index in order[: count - len(drawn)]]
+    return drawn
+
+
+def make_start(config: Config, family: Any, folder: Path) -> None:
+    """Warm-start the policy of `model.path` (or a random one) into a new Hugging Face folder, with what came before.
+
+    `before.json` in the folder is the panel of the untrained policy, absent for a random one.
+    """
+    base = None
+    if config.warmstart.init == "random":
+        base = folder.with_name(folder.name + ".random")
+        words = importlib.import_module(f"empo2_jax.envs.{config.env.name}").vocabulary()
+        warmstart.random_policy(config.warmstart, words, config.run.seed, base)
+    policy = assembly.load_policy(config.model, base)
+    before = None
+    if base is None:
+        engine = assembly.make_engine(config, policy)
+        collector = assembly.make_collector(config, policy, engine, family)
+        before = evaluate(collector, family, config.evaluation).record("before warm start", 0, config.evaluation.split)
+        collector.close()
+        del engine
+    with RunProgress(config.warmstart.updates) as progress:
+        params, losses = warmstart.train(
+            policy,
+            family,
+            config.warmstart,
+            config.update,
+            seed=config.run.seed,
+            remat=config.model.remat,
+            report=lambda done, loss: progress.update(done, {"warmstart/loss": loss}),
+        )
+    save_start(folder, policy, params, before, losses)
+
+
+def save_start(folder: Path, policy: assembly.Policy, params: Any, before: dict[str, Any] | None, losses: Any) -> None:
+    """Write the folder in one rename."""
+    draft = folder.with_name(folder.name + ".draft")
+    save_model(draft, params, policy.model.config, tokenizer_folder=policy.folder)
+    write_atomically(draft / "losses.json", json.dumps(losses))
+    if before is not None:
+        write_atomically(draft / "before.json", _json(before))
+    draft.rename(folder)
+
+
+def _copy(params: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.copy(), params)

@@ -1,0 +1,113 @@
+"""The supervised warm start: next-token training on transcripts of training variations (`empo2 warmstart`).
+
+A small model utters almost no valid action, so all returns of a group are equal and reinforcement learning cannot
+begin. A few minutes on the environment's demonstrations give it a real, mixed signal. Loss falls on the answers only;
+the learner and its batches are those of the RL update. This is a start, not the paper's method.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+
+from empo2_jax.assembly import Policy
+from empo2_jax.config import UpdateConfig, WarmstartConfig
+from empo2_jax.data.packing import pack
+from empo2_jax.envs.base import EnvironmentFamily
+from empo2_jax.errors import ConfigError, DataError
+from empo2_jax.learner.optim import warmstart_optimizer
+from empo2_jax.learner.step import Learner, supervised_loss
+from empo2_jax.models.hf_weights import save_model
+from empo2_jax.models.qwen2 import Qwen2
+from empo2_jax.models.qwen2_config import Qwen2Config
+from empo2_jax.models.word_tokenizer import write_word_tokenizer
+from empo2_jax.randomness import generator
+from empo2_jax.rollout.chat import Chat
+from empo2_jax.types import Message, Mode, Row
+
+
+def answer_row(chat: Chat, messages: Sequence[Message]) -> Row:
+    """One transcript as a row: loss on every assistant turn and its closing token, weight 1 per token."""
+    pieces = [(chat.opening(messages[0].content), False)]
+    for message in messages[1:]:
+        last = pieces[-1][0]
+        is_answer = message.role == "assistant"
+        pieces.append((chat.answer(message.content) if is_answer else chat.following(last, message.content), is_answer))
+    token_ids = np.concatenate([ids for ids, _ in pieces])
+    mask = np.concatenate([np.full(len(ids), is_answer) for ids, is_answer in pieces])
+    zeros = np.zeros(len(token_ids), np.float32)
+    return Row(
+        token_ids=token_ids,
+        loss_mask=mask,
+        step_index=np.where(mask, 0, -1).astype(np.int32),
+        behavior_logprobs=zeros,
+        advantages=zeros,
+        token_weight=mask.astype(np.float32),
+        mode=Mode.ON_POLICY,
+        episode=0,
+    )
+
+
+def random_policy(config: WarmstartConfig, words: Sequence[str], seed: int, folder: Path) -> None:
+    """Write an untrained model of the configured shape with a word-level tokenizer into a new folder."""
+    tokenizer_folder = folder.with_name(folder.name + ".tokenizer")
+    size = write_word_tokenizer(tokenizer_folder, words)
+    shape = Qwen2Config(
+        vocab_size=size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.hidden_size // config.num_heads,
+        intermediate_size=config.intermediate_size,
+        tie_embeddings=True,
+        max_position_embeddings=4096,
+    )
+    params = nnx.split(Qwen2(shape, rngs=nnx.Rngs(seed)))[1]
+    save_model(folder, params, shape, tokenizer_folder=tokenizer_folder)
+
+
+def train(
+    policy: Policy,
+    family: EnvironmentFamily,
+    config: WarmstartConfig,
+    update: UpdateConfig,
+    *,
+    seed: int,
+    remat: bool,
+    report: Callable[[int, float], None],
+) -> tuple[object, list[float]]:
+    """Trained parameters and the loss (nats per answer token) of every update.
+
+    Raises:
+        ConfigError: the environment has no demonstrations.
+        DataError: no transcript fits the largest bucket.
+    """
+    chats = family.demonstrations("train", config.demonstrations, seed)
+    if not chats:
+        raise ConfigError(f"warmstart.updates > 0: environment {family.name} offers no demonstrations")
+    chat = Chat(policy.tokenizer, family.system_prompt())
+    rows = [row for item in chats if len((row := answer_row(chat, item)).token_ids) <= update.buckets[-1]]
+    if not rows:
+        raise DataError(f"no demonstration of {family.name} fits the largest of update.buckets = {update.buckets[-1]}")
+    graphdef, params = nnx.split(policy.model)
+    learner = Learner(graphdef, warmstart_optimizer(config), supervised_loss, temperature=1.0, remat=remat)
+    state = learner.init(jax.tree.map(lambda leaf: leaf.copy(), params))
+    order: list[int] = []
+    losses = []
+    for number in range(config.updates):
+        while len(order) < config.batch_episodes:
+            order += generator(seed, "warmstart-order", number, len(order)).permutation(len(rows)).tolist()
+        batch, order = [rows[index] for index in order[: config.batch_episodes]], order[config.batch_episodes :]
+        tokens = float(sum(row.token_weight.sum() for row in batch))
+        scaled = [_scaled(row, 1.0 / tokens) for row in batch]
+        state, sums = learner.update(state, pack(scaled, update.buckets, update.micro_batch_tokens).batches)
+        losses.append(float(sums["loss"]))
+        report(number + 1, losses[-1])
+    return state.params, losses
+
+
+def _scaled(row: Row, factor: float) -> Row:
+    return Row(**{**vars(row), "token_weight": row.token_weight * np.float32(factor)})

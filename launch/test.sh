@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Every check of the project, in the order of what fails fastest: format, lint, types, layers, tests.
+set -euo pipefail
+
+usage() {
+  cat <<'EOF'
+usage: bash launch/test.sh [--fast|--all] [--dry-run] [pytest arguments ...]
+
+  (default)   everything not marked slow (at most 20 minutes on 2 cores)
+  --fast      also leaves out what is marked medium (at most 4 minutes)
+  --all       everything
+  --dry-run   print the commands and stop
+  WORKERS=N   test processes (default: 2)
+EOF
+}
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root"
+marks="not slow" dry_run=false arguments=()
+while (($#)); do
+  case $1 in
+    --fast) marks="not slow and not medium" ;;
+    --all) marks="" ;;
+    --dry-run) dry_run=true ;;
+    -h | --help) usage; exit 0 ;;
+    *) arguments+=("$1") ;;
+  esac
+  shift
+done
+
+run() {
+  echo "+ $*"
+  $dry_run || "$@"
+}
+run bash launch/setup.sh cpu
+run .venv/bin/ruff format --check .
+run .venv/bin/ruff check .
+run .venv/bin/ty check
+run .venv/bin/lint-imports
+
+# One thread per process: the test processes share the cores, and oversubscribed XLA is slower than none.
+export XLA_FLAGS="${XLA_FLAGS:-} --xla_cpu_multi_thread_eigen=false" OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+# pytest exits with 5 when it collects nothing, which `set -e` turns into a failure.
+run .venv/bin/python -m pytest -m "$marks" -n "${WORKERS:-2}" --dist loadfile --durations 10 ${arguments[@]+"${arguments[@]}"}

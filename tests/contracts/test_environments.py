@@ -1,0 +1,151 @@
+"""What every module of `envs/` that offers `family` must keep; modules are found, not listed."""
+
+import importlib
+import itertools
+import math
+import pkgutil
+import random
+
+import pytest
+
+import empo2_jax.envs
+from empo2_jax.errors import EnvError
+
+# Arguments with which a family is small; modules not named here must work without any.
+ARGUMENTS = {
+    "scienceworld": {
+        "tasks": ["find-non-living-thing"],
+        "variations": {"train": 3, "dev": 1, "test": 1},
+        "simplification": "easy",
+        "deterministic": True,
+        "workers": 1,
+    }
+}
+STEPS = 6
+
+
+def families() -> list[str]:
+    names = [module.name for module in pkgutil.iter_modules(empo2_jax.envs.__path__)]
+    return [name for name in names if "family" in vars(importlib.import_module(f"empo2_jax.envs.{name}"))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EMPO2_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module", params=families())
+def family(request):
+    module = importlib.import_module(f"empo2_jax.envs.{request.param}")
+    family = module.family(**ARGUMENTS.get(request.param, {}))
+    yield family
+    family.close()
+    family.close()
+
+
+@pytest.fixture
+def environment(family):
+    environment = family.make()
+    yield environment
+    environment.close()
+    environment.close()
+
+
+def play(family, environment, count: int = STEPS):
+    """An episode of admissible actions, spread over the sorted list."""
+    seen = [environment.reset(family.tasks("train")[0], 7)]
+    for number in range(count):
+        if seen[-1].done:
+            break
+        admissible = environment.admissible_actions()
+        seen.append(environment.step(admissible[(number * 37) % len(admissible)]))
+    return seen
+
+
+def test_splits_are_named_and_stable(family):
+    splits = {split: family.tasks(split) for split in ("train", "dev", "test")}
+    assert splits["train"]
+    assert splits["train"] == family.tasks("train")
+    everything = [task for tasks in splits.values() for task in tasks]
+    assert {task.env for task in everything} == {family.name}
+    assert all(len(set(tasks)) == len(tasks) for tasks in splits.values())
+
+
+def test_same_seed_same_transcript(family, environment):
+    first = play(family, environment)
+    assert environment.goal
+    assert play(family, environment) == first
+
+
+def test_rewards_are_finite_differences_of_a_bounded_score(family, environment):
+    seen = play(family, environment)
+    assert seen[0].reward == 0.0
+    assert not seen[0].done
+    for before, after in itertools.pairwise(seen):
+        assert math.isfinite(after.reward)
+        assert after.reward == pytest.approx(after.score - before.score)
+        assert after.score <= family.max_score
+        assert after.text and after.state
+
+
+def test_admissible_actions_are_sorted_and_accepted(family, environment):
+    environment.reset(family.tasks("train")[0], 0)
+    admissible = list(environment.admissible_actions())
+    assert admissible == sorted(admissible)
+    for action in admissible[:: max(1, len(admissible) // 5)]:
+        environment.reset(family.tasks("train")[0], 0)
+        assert environment.step(action).resolution != "invalid"
+
+
+def test_nonsense_is_an_ordinary_observation(family, environment):
+    environment.reset(family.tasks("train")[0], 0)
+    for text in ("", "fly to the moon", "\x00", "x" * 10_000, "two\nlines"):
+        observation = environment.step(text)
+        assert observation.resolution == "invalid"
+        assert math.isfinite(observation.reward)
+
+
+def ending(family, environment):
+    """The last observation of an episode that ended: by a demonstration, else by admissible actions drawn at random."""
+    task = family.tasks("train")[0]
+    for chat in family.demonstrations("train", 1, 0):
+        for task in family.tasks("train"):
+            environment.reset(task, 0)
+            for message in chat:
+                if message.role == "assistant" and (seen := environment.step(message.content)).done:
+                    return seen
+    rng = random.Random(0)
+    for _ in range(1000):
+        environment.reset(task, 0)
+        for _ in range(30):
+            if (seen := environment.step(rng.choice(environment.admissible_actions()))).done:
+                return seen
+    pytest.fail("no episode ended")
+
+
+def test_done_is_final(family, environment):
+    last = ending(family, environment)
+    try:
+        after = environment.step("look around")
+    except EnvError:
+        return  # refusing is as final
+    assert (after.done, after.reward, after.score, after.success) == (True, 0.0, last.score, last.success)
+
+
+def test_prompts_are_text_and_keys_differ_by_state(family, environment):
+    observation = environment.reset(family.tasks("train")[0], 0)
+    assert environment.goal in family.first_turn(environment.goal, observation.text)
+    assert family.next_turn(observation.text)
+    assert "over and out" in family.tip_request("over and out", 0.0)
+    assert family.memory_key("goal", "here") != family.memory_key("goal", "there")
+    assert isinstance(family.system_prompt(), str)
+
+
+def test_demonstrations_alternate_and_are_repeatable(family):
+    chats = family.demonstrations("train", 3, 1)
+    assert chats == family.demonstrations("train", 3, 1)
+    for chat in chats:
+        roles = [message.role for message in chat if message.role != "system"]
+        assert roles == ["user", "assistant"] * (len(roles) // 2)

@@ -1,0 +1,76 @@
+import threading
+import time
+
+import pytest
+
+from empo2_jax.envs.pool import Pool
+from empo2_jax.errors import EnvError
+
+
+class Fake:
+    def __init__(self) -> None:
+        self.usable = True
+
+    def kill(self) -> None:
+        self.usable = False
+
+
+def test_reuses_an_idle_worker_and_replaces_a_dead_one():
+    pool = Pool(Fake, size=1)
+    first = pool.lease()
+    pool.give_back(first)
+    assert pool.lease() is first
+    first.kill()
+    pool.give_back(first)
+    assert pool.lease() is not first
+    assert pool.started == 2
+
+
+def test_an_idle_worker_that_died_is_not_leased():
+    pool = Pool(Fake, size=2)
+    worker = pool.lease()
+    pool.give_back(worker)
+    worker.kill()
+    assert pool.lease().usable
+
+
+def test_keeps_at_most_size_idle():
+    pool = Pool(Fake, size=1)
+    one, two = pool.lease(), pool.lease()
+    pool.give_back(one)
+    pool.give_back(two)
+    assert (one.usable, two.usable) == (True, False)
+
+
+def test_close_kills_leased_and_idle_and_refuses_leases():
+    pool = Pool(Fake, size=2)
+    leased, idle = pool.lease(), pool.lease()
+    pool.give_back(idle)
+    pool.close()
+    pool.close()
+    assert not leased.usable and not idle.usable
+    with pytest.raises(EnvError, match="closed"):
+        pool.lease()
+
+
+def test_at_most_two_start_at_once():
+    running, most, lock = 0, 0, threading.Lock()
+
+    def start() -> Fake:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.02)
+        with lock:
+            running -= 1
+        return Fake()
+
+    pool = Pool(start, size=8)
+    threads = [threading.Thread(target=pool.lease) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == 2
+    assert pool.started == 8

@@ -1,0 +1,270 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from empo2_jax.envs import scienceworld, scienceworld_text
+from empo2_jax.envs.pool import Pool
+from empo2_jax.envs.scienceworld_demos import KINDS, GoldPaths
+from empo2_jax.envs.scienceworld_jvm import DETERMINISTIC_FLAGS, LEAN_FLAGS, Jvm
+from empo2_jax.envs.scienceworld_tasks import TASKS, lookup, table
+from empo2_jax.errors import ConfigError, EnvError
+from empo2_jax.types import Task
+
+FIND = Task("scienceworld", "find-non-living-thing", 3)
+POWER = Task("scienceworld", "power-component", 1)
+MELT = Task("scienceworld", "melt", 0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EMPO2_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session")
+def family():
+    tasks = ["4-2", "power-component"]
+    family = scienceworld.family(tasks=tasks, variations={"train": 5}, simplification="easy", deterministic=True)
+    yield family
+    family.close()
+
+
+@pytest.fixture(scope="session")
+def demonstrations(family):
+    return family.demonstrations("train", 8, seed=0)
+
+
+@pytest.fixture
+def environment(family):
+    environment = family.make()
+    yield environment
+    environment.close()
+
+
+def own_pool(timeout_s: float = 60.0) -> tuple[Pool, list[Jvm]]:
+    """A pool whose simulators are known to the test."""
+    started: list[Jvm] = []
+
+    def start() -> Jvm:
+        started.append(Jvm(LEAN_FLAGS, timeout_s))
+        return started[-1]
+
+    return Pool(start, size=1), started
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_tasks_by_three_names():
+    assert lookup("1-2") is lookup("melt") is lookup("22")
+    assert len({task.index for task in TASKS}) == 30
+    assert sorted(task.name for task in TASKS) == [task.name for task in sorted(TASKS, key=lambda task: task.index)]
+    assert list(lookup("melt").split("test")) == list(range(21, 30))
+    assert "find-non-living-thing" in table()
+    with pytest.raises(ConfigError, match="find-non-living-thing"):
+        lookup("find-nonliving-thing")
+
+
+def test_family_validates_its_arguments():
+    family = scienceworld.family(tasks=["melt"], variations={"train": 5, "test": [21, 22]})
+    assert [task.variation for task in family.tasks("train")] == [0, 1, 2, 3, 4]
+    assert [task.variation for task in family.tasks("test")] == [21, 22]
+    assert len(family.tasks("dev")) == 7
+    every = [task for split in ("train", "dev", "test") for task in scienceworld.family(tasks=["9-2"]).tasks(split)]
+    assert len(set(every)) == len(every) == 1386
+    for wrong in (
+        {"tasks": []},
+        {"tasks": ["melt"], "variations": {"valid": 1}},
+        {"tasks": ["melt"], "simplification": "harder"},
+        {"tasks": ["power-component"], "simplification": "noElectricalAction"},
+        {"tasks": ["melt"], "workers": 0},
+        {"tasks": ["melt"], "similarity_cutoff": 1.5},
+    ):
+        with pytest.raises(ConfigError):
+            scienceworld.family(**wrong)
+    with pytest.raises(ConfigError, match="21 to 29"):
+        scienceworld.family(tasks=["melt"], variations={"test": [3]})
+    with pytest.raises(ConfigError, match="train, dev, test"):
+        family.tasks("valid")
+
+
+def test_compact_keeps_the_words():
+    text = "In it, you see: \n\tthe agent\n\tan axe\nYou also see:\n\tA door to the hall (that is open)\n"
+    assert scienceworld_text.compact(text) == (
+        "In it, you see: the agent; an axe\nYou also see: A door to the hall (that is open)"
+    )
+
+
+def test_java_exceptions_are_told_from_replies():
+    assert scienceworld_text.crashed("java.lang.NullPointerException: null\n\tat scala.Option.get")
+    assert not scienceworld_text.crashed("An error: the exception proves the rule.")
+
+
+def test_tips_by_rule_are_true():
+    steps = [("look around", "A room."), ("open dragon", "No known action matches that input."), ("go to hall", "You")]
+    assert scienceworld_text.scripted_tip([], 0.0) == ""
+    tip = scienceworld_text.scripted_tip(steps, 13.0)
+    assert '"go to hall"' in tip and '"open dragon"' in tip and "score 13" in tip and "\n" not in tip
+    assert "focus on something else" in scienceworld_text.scripted_tip([("focus on air", "You focus")], -100.0)
+
+
+def test_gold_paths_reach_100_and_demonstrations_tell_it(demonstrations):
+    assert len(demonstrations) == 8
+    for number, chat in enumerate(demonstrations):
+        assert [message.role for message in chat] == ["user", "assistant"] * (len(chat) // 2)
+        kind = KINDS[number % len(KINDS)]
+        assert ("score of 100 out of 100" in chat[-2].content) == (kind != "exploration")
+        assert ("do the same again" in chat[0].content) == (kind == "tips")
+        assert len(chat[-1].content.split()) < 100
+        assert "\n" not in chat[-1].content
+
+
+def test_demonstrations_are_repeatable(family, demonstrations):
+    again = family.demonstrations("train", 3, seed=0)
+    assert [[message.content for message in chat if message.role == "assistant"] for chat in again] == [
+        [message.content for message in chat if message.role == "assistant"] for chat in demonstrations[:3]
+    ]
+
+
+def test_rewards_are_score_differences_and_done_is_final(environment, demonstrations):
+    environment.reset(FIND, 0)
+    path = GoldPaths("easy")
+    seen = [environment.step(action) for action in path.actions(FIND)]
+    path.close()
+    last = next(observation for observation in seen if observation.done)
+    assert last.score == 100.0 and last.success
+    assert sum(observation.reward for observation in seen) == 100.0
+    after = environment.step("focus on air")
+    assert (after.done, after.reward, after.score) == (True, 0.0, 100.0)
+
+
+def test_an_impossible_focus_gives_0(environment):
+    environment.reset(POWER, 0)
+    observation = environment.step("focus on dragon")
+    assert (observation.reward, observation.done, observation.resolution) == (0.0, False, "invalid")
+
+
+def test_reset_task_does_not_reach_the_simulator(environment):
+    environment.reset(FIND, 0)
+    observation = environment.step("Reset task.")
+    assert (observation.resolved, observation.resolution) == ("", "invalid")
+    assert "reset" not in observation.text
+    assert "reset task" not in environment.admissible_actions()
+
+
+def test_resolutions_are_recorded(environment):
+    environment.reset(FIND, 0)
+    assert environment.step("Look around").resolution == "exact"
+    assert environment.step("examine the agent").resolution == "engine"
+    assert environment.step("sing a song").resolution == "invalid"
+    choice = environment.step("open door")
+    assert choice.text.startswith("Ambiguous request")
+    assert environment.step("0").text == "The door is already open."
+
+
+def test_similarity_corrects_harmless_actions_only():
+    family = scienceworld.family(tasks=["4-2"], simplification="easy", similarity_cutoff=0.8, workers=1)
+    environment = family.make()
+    environment.reset(FIND, 0)
+    observation = environment.step("go to kitchenn")
+    focus = environment.step("focus on orangee")
+    family.close()
+    assert (observation.resolved, observation.resolution) == ("go to kitchen", "similar")
+    assert focus.resolution == "invalid"
+
+
+def test_a_variation_out_of_range_names_the_range(environment):
+    with pytest.raises(EnvError, match="0 to 299"):
+        environment.reset(Task("scienceworld", "find-non-living-thing", 300), 0)
+    with pytest.raises(EnvError, match="0 to 299"):
+        environment.reset(Task("scienceworld", "find-non-living-thing", -1), 0)
+    with pytest.raises(EnvError, match="before a reset"):
+        environment.step("look around")
+
+
+def test_odd_input_is_refused_politely(environment):
+    environment.reset(FIND, 0)
+    for text in ("", "\x00\x01", "x" * 100_000, "öffne die Tür", "100 % {curly} $dollar"):
+        assert environment.step(text).resolution == "invalid"
+
+
+def test_a_killed_simulator_is_an_error_and_is_replaced():
+    pool, started = own_pool()
+    environment = scienceworld.ScienceWorldEnvironment(pool, "easy")
+    environment.reset(FIND, 0)
+    os.kill(started[0].pid, signal.SIGKILL)
+    with pytest.raises(EnvError, match="find-non-living-thing/3"):
+        environment.step("look around")
+    assert environment.reset(FIND, 0).score == 0.0
+    assert len(started) == 2
+    pids = [jvm.pid for jvm in started]
+    pool.close()
+    assert not any(map(alive, pids))
+
+
+def test_a_hung_simulator_is_an_error_within_the_deadline():
+    pool, started = own_pool(timeout_s=6.0)
+    environment = scienceworld.ScienceWorldEnvironment(pool, "easy")
+    environment.reset(FIND, 0)
+    os.kill(started[0].pid, signal.SIGSTOP)
+    before = time.monotonic()
+    with pytest.raises(EnvError, match="no answer within 6 s"):
+        environment.step("look around")
+    assert time.monotonic() - before < 12.0
+    assert not alive(started[0].pid)
+    pool.close()
+
+
+def test_no_simulator_outlives_a_killed_parent(tmp_path):
+    code = (
+        "import time; from empo2_jax.envs.scienceworld_jvm import Jvm; jvm = Jvm(); print(jvm.pid, flush=True);"
+        " time.sleep(600)"
+    )
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environ) as parent:
+        pid = int(parent.stdout.readline())
+        assert alive(pid)
+        parent.kill()
+    deadline = time.monotonic() + 10.0
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(pid)
+
+
+def transcripts(episodes: int, actions: list[str]) -> list[list[str]]:
+    """What melt says in each of some episodes of one deterministic simulator."""
+    pool = Pool(lambda: Jvm(LEAN_FLAGS + DETERMINISTIC_FLAGS), size=1)
+    environment = scienceworld.ScienceWorldEnvironment(pool, "easy")
+    said = []
+    for _ in range(episodes):
+        environment.reset(MELT, 0)
+        said.append([f"{seen.text}{seen.score}{seen.state}" for seen in map(environment.step, actions)])
+    pool.close()
+    return said
+
+
+@pytest.mark.slow
+def test_deterministic_simulators_agree_across_processes_and_episodes():
+    gold = GoldPaths("easy")
+    actions = gold.actions(MELT)
+    gold.close()
+    first, *others = transcripts(3, actions) + transcripts(2, actions)
+    assert all(other == first for other in others)
+
+
+@pytest.mark.slow
+def test_the_split_table_is_that_of_the_simulator():
+    jvm = Jvm()
+    for task in TASKS:
+        assert jvm.splits(task.name) == {split: list(task.split(split)) for split in ("train", "dev", "test")}
+    jvm.kill()

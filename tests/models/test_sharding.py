@@ -1,0 +1,97 @@
+"""The table of axes, its errors, and a sharded model equal to the unsharded one."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from empo2_jax.errors import ConfigError
+from empo2_jax.models.qwen2 import Qwen2, Qwen2Config
+from empo2_jax.models.sharding import make_mesh, partition, shardings
+
+FOUR_DEVICES = """
+import jax, jax.numpy as jnp, numpy as np
+from flax import nnx
+from empo2_jax.models.qwen2 import Qwen2, Qwen2Config
+from empo2_jax.models.sharding import make_mesh, shardings
+
+config = Qwen2Config(vocab_size=32, hidden_size=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4,
+                     intermediate_size=24)
+graph, params = nnx.split(Qwen2(config, rngs=nnx.Rngs(0)))
+ids = jnp.arange(32, dtype=jnp.int32).reshape(4, 8)
+positions, segments = jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32), (4, 8)), jnp.ones((4, 8), jnp.int32)
+
+@jax.jit
+def loss(params):
+    model = nnx.merge(graph, params)
+    return jnp.sum(jnp.sin(model(ids, positions, segments, remat=True) @ model.head.T))
+
+expected, gradients = jax.value_and_grad(loss)(params)
+mesh = make_mesh(jax.devices(), 1, 2, 2)
+places = shardings(params, mesh)
+placed = jax.device_put(params, places)
+q = placed["layers"][0]["self_attn"]["q_proj"]
+assert q["weight"][...].addressable_shards[0].data.shape == (8, 8), "heads over tensor, embed over fsdp"
+assert q["bias"][...].addressable_shards[0].data.shape == (8,)
+with jax.set_mesh(mesh):
+    got, sharded = jax.jit(jax.value_and_grad(loss), out_shardings=(None, places))(placed)
+np.testing.assert_allclose(got, expected, rtol=1e-5)
+for one, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(sharded), strict=True):
+    np.testing.assert_allclose(one, other, atol=1e-4)
+print("equal")
+"""
+
+
+def abstract(**changes: int) -> nnx.State:
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 24} | changes
+    config = Qwen2Config(num_layers=1, head_dim=4, **sizes)
+    return nnx.state(nnx.eval_shape(lambda: Qwen2(config, rngs=nnx.Rngs(0))), nnx.Param)
+
+
+def wide_mesh(data: int, fsdp: int, tensor: int) -> jax.sharding.AbstractMesh:
+    return jax.sharding.AbstractMesh((data, fsdp, tensor), ("data", "fsdp", "tensor"))
+
+
+@pytest.mark.parametrize(
+    ("axes", "expected"),
+    [
+        (("heads", "embed"), PartitionSpec("tensor", "fsdp")),
+        (("embed", "mlp"), PartitionSpec("fsdp", "tensor")),
+        (("vocab", "embed"), PartitionSpec("tensor", "fsdp")),
+        (("norm", "embed"), PartitionSpec(None, "fsdp")),
+        (("batch", "length"), PartitionSpec(("data", "fsdp"), None)),
+    ],
+)
+def test_names_map_to_mesh_axes(axes: tuple[str, str], expected: PartitionSpec) -> None:
+    assert partition("x", (8, 8), axes, wide_mesh(2, 2, 2)) == expected
+
+
+def test_axes_of_one_device_are_left_out() -> None:
+    assert partition("x", (7, 8), ("heads", "embed"), wide_mesh(1, 2, 1)) == PartitionSpec(None, "fsdp")
+
+
+def test_a_size_that_does_not_divide_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"layers\.0\.self_attn\.k_proj.* kv_heads of size 8 .* 16 devices"):
+        shardings(abstract(vocab_size=64, num_heads=16, intermediate_size=32), wide_mesh(1, 1, 16))
+
+
+def test_one_device_is_a_mesh_too() -> None:
+    params = abstract()
+    placed = shardings(params, make_mesh(jax.devices()[:1], 1, 1, 1))
+    assert jax.tree.structure(placed) == jax.tree.structure(params)
+    assert all(place.spec in (PartitionSpec(None), PartitionSpec(None, None)) for place in jax.tree.leaves(placed))
+
+
+def test_a_mesh_must_use_all_devices() -> None:
+    with pytest.raises(ConfigError, match="1 × 2 × 2 does not use 1 devices"):
+        make_mesh(jax.devices()[:1], 1, 2, 2)
+
+
+def test_four_devices_compute_what_one_does() -> None:
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", FOUR_DEVICES], env=env, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "equal", done.stderr
