@@ -92,7 +92,9 @@ def toy_start() -> Path:
     """Folder of the toy world's start policy, made by `empo2 warmstart configs/toy_start.toml` and shipped."""
     folder = Path(__file__).parent / "toy_start"
     if not (folder / "config.json").is_file():
-        raise DataError(f"{folder}: no start policy; make it with `empo2 warmstart configs/toy_start.toml --out {folder}`")
+        raise DataError(
+            f"{folder}: no start policy; make it with `empo2 warmstart configs/toy_start.toml --out {folder}`"
+        )
     return folder
 
 

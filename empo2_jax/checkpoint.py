@@ -81,8 +81,8 @@ class CheckpointStore:
             _require_space(self._folder, sum(leaf.nbytes for leaf in leaves.values()))
             for name in ("memory", "novelty"):
                 (draft / name).mkdir(parents=True)
-            with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
-                checkpointer.save((draft / "state").absolute(), args=ocp.args.StandardSave(leaves))
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+                checkpointer.save((draft / "state").absolute(), args=ocp.args.PyTreeSave(leaves))
             memory_dump(draft / "memory")
             novelty_dump(draft / "novelty")
             _write_json(draft / "cursor.json", cursor)
@@ -114,13 +114,14 @@ class CheckpointStore:
             raise CheckpointError(f"{self._folder}: no usable checkpoint; the newest is bad: {bad[0]}")
         return None
 
-    def restore(self, step: int, abstract_state: Any) -> tuple[Any, Path, dict[str, Any]]:
+    def restore(self, step: int, abstract_state: Any, *, partial: bool = False) -> tuple[Any, Path, dict[str, Any]]:
         """Verify and load one step.
 
         Args:
             step: Number of the step.
             abstract_state: Pytree of arrays or `jax.ShapeDtypeStruct`; its structure, shapes, dtypes and shardings are
                 those of the result.
+            partial: Whether the checkpoint may hold leaves that `abstract_state` lacks; they are not read.
 
         Returns:
             The state, the step's directory (for `memory/` and `novelty/`) and the cursor.
@@ -130,10 +131,12 @@ class CheckpointStore:
         """
         folder = self._verified(step)
         target = _named(abstract_state)
-        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        placed = ocp.checkpoint_utils.construct_restore_args(target)
+        arguments = ocp.args.PyTreeRestore(target, restore_args=placed, partial_restore=partial)
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             path = (folder / "state").absolute()
-            _check_leaves(folder, checkpointer.metadata(path).item_metadata.tree, target)
-            leaves = checkpointer.restore(path, args=ocp.args.StandardRestore(target))
+            _check_leaves(folder, checkpointer.metadata(path).item_metadata.tree, target, partial)
+            leaves = checkpointer.restore(path, args=arguments)
         state = jax.tree.unflatten(jax.tree.structure(abstract_state), [leaves[name] for name in target])
         self._parent = step
         return state, folder, _read_json(folder / "cursor.json")
@@ -273,8 +276,8 @@ def _named(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def _check_leaves(folder: Path, stored: dict[str, Any], target: dict[str, Any]) -> None:
-    for name in sorted(stored.keys() ^ target.keys()):
+def _check_leaves(folder: Path, stored: dict[str, Any], target: dict[str, Any], partial: bool) -> None:
+    for name in sorted(target.keys() - stored.keys() if partial else stored.keys() ^ target.keys()):
         where = "the checkpoint, not in the model" if name in stored else "the model, not in the checkpoint"
         raise CheckpointError(f"{folder}: the state does not fit: {name} is in {where}")
     for name, leaf in target.items():

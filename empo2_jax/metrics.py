@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+
 from empo2_jax.errors import ConfigError, DataError
 from empo2_jax.types import Episode, Step
 
@@ -23,6 +25,7 @@ TENSORBOARD_FOLDER = "tensorboard"
 TIMED_PREFIXES = ("timing_s/", "perf/")  # values that differ between two runs of one seed
 
 Record = dict[str, Any]
+Number = int | float | np.number
 
 
 @runtime_checkable
@@ -94,14 +97,16 @@ class MetricsLog:
         """Lines on the disk; goes into the cursor of a checkpoint."""
         return self._log.lines
 
-    def write(self, iteration: int, values: Mapping[str, float]) -> None:
+    def write(self, iteration: int, values: Mapping[str, Number]) -> None:
         """Append the metrics of one iteration; NaN and infinities are kept as text."""
         record = {"iteration": iteration, **values}
         self._log.append(record)
         self._show(record)
 
     def _show(self, record: Mapping[str, Any]) -> None:
-        numbers = {key: value for key, value in record.items() if key != "iteration" and not isinstance(value, str)}
+        numbers = {
+            key: float(value) for key, value in record.items() if key != "iteration" and not isinstance(value, str)
+        }
         for sink in self._sinks:
             sink.write(record["iteration"], numbers)
 
@@ -126,7 +131,7 @@ class TensorBoardSink:
     def write(self, iteration: int, values: Mapping[str, float]) -> None:
         """One scalar per metric."""
         for key, value in values.items():
-            self._writer.add_scalar(key, float(value), iteration)
+            self._writer.add_scalar(key, value, iteration)
         self._writer.flush()
 
     def close(self) -> None:
@@ -281,5 +286,5 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, str | bool | int) or value is None:
         return value
-    number = value.item() if type(value).__module__ == "numpy" else float(value)
+    number = value.item() if isinstance(value, np.generic) else float(value)
     return str(number) if isinstance(number, float) and not math.isfinite(number) else number

@@ -7,6 +7,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from empo2_jax.metrics import Number
+
 SHOWN = (
     ("score", "episode/score", ".1f"),
     ("success", "episode/success_rate", ".2f"),
@@ -43,7 +45,7 @@ class RunProgress:
         if self._bar:
             self._bar.stop()
 
-    def update(self, done: int, metrics: Mapping[str, float]) -> None:
+    def update(self, done: int, metrics: Mapping[str, Number]) -> None:
         """Show that `done` iterations are complete, with the curated metrics of the last one."""
         self._done = done
         text = f"{summary(metrics)} · {clock(self.seconds_left())} left"
@@ -63,7 +65,7 @@ class RunProgress:
         return elapsed / fresh * (self._total - self._done) if fresh > 0 else 0.0
 
 
-def summary(metrics: Mapping[str, float]) -> str:
+def summary(metrics: Mapping[str, Number]) -> str:
     """The curated metrics that are present, on one line."""
     return " · ".join(f"{label} {metrics[key]:{form}}" for label, key, form in SHOWN if key in metrics)
 

@@ -1,14 +1,19 @@
 """`report.html`: one self-contained page about one run, made from the files in its directory and nothing else.
 
-Reads `config.toml`, `metrics.jsonl` and, where they exist, `run.json` (command, commit), `warmstart.json`,
+Reads `metrics.jsonl` and, where they exist, `config.toml`, `run.json` (command, versions), `start/losses.json`,
 `evaluations.jsonl` and `episodes/*.jsonl`. The page needs no network; text from a run is never markup.
 """
 
 import json
 import math
+import os
+import platform
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, TypeVar
@@ -19,7 +24,9 @@ from empo2_jax.charts import line_chart, number_text
 from empo2_jax.errors import DataError
 from empo2_jax.metrics import EPISODES_FOLDER, EVALUATIONS_FILE, Record, read_jsonl, read_metrics, write_atomically
 
-CONFIG_FILE, WARMSTART_FILE, FACTS_FILE, REPORT_FILE = "config.toml", "warmstart.json", "run.json", "report.html"
+CONFIG_FILE, FACTS_FILE, REPORT_FILE = "config.toml", "run.json", "report.html"
+LOSSES_FILE = "start/losses.json"  # of the warm start
+BEFORE_WARMSTART = "before warm start"  # label of an evaluation
 T = TypeVar("T")
 
 EPISODE_BYTES = 8_000_000  # of episodes embedded in the page; the rest stays in the run directory
@@ -27,25 +34,34 @@ EPISODE_BYTES = 8_000_000  # of episodes embedded in the page; the rest stays in
 # Section, title, pattern of the metric names (the label is what the groups match), what the chart says.
 CHARTS: tuple[tuple[str, str, str, str], ...] = (
     ("Learning", "Score", r"(episode|val)/score", "Points; training episodes and the panel without memory."),
-    ("Learning", "Success rate", r"(episode|val)/success(?:_rate)?", "Share of episodes that solved their task."),
-    ("Learning", "Reward", r"reward/(mean|std)", "Return of an episode, novelty included."),
-    ("Learning", "Episode length", r"episode/(length|valid_action_rate)", "Actions per episode; share of valid ones."),
-    ("Modes", "Mode mix", r"empo2/(on|on_memory|off)/(?:share|episodes)", "How episodes act and learn."),
+    ("Learning", "Success rate", r"(episode|val)/success_rate", "Share of episodes that solved their task."),
+    ("Learning", "Reward", r"reward/(.+)", "Return of an episode, novelty included; its spread; the novelty alone."),
+    ("Learning", "Valid actions", r"(episode|val)/valid_actions", "Share of actions that the environment accepted."),
+    ("Learning", "Episode length", r"episode/(length)", "Actions per episode."),
+    (
+        "Learning",
+        "Groups",
+        r"(group/.+|episode/invalid)",
+        "Shares: equal returns, phantom advantages, failed episodes.",
+    ),
+    ("Modes", "Mode mix", r"empo2/(on|on_memory|off)/share", "How episodes act and learn; shares."),
     ("Modes", "Reward by mode", r"empo2/(on|on_memory|off)/reward", "Mean return of the episodes of a mode."),
     ("Modes", "Importance ratio by mode", r"empo2/(on|on_memory|off)/ratio", "Mean ratio of new to old policy."),
     ("Modes", "Clipped and masked tokens", r"empo2/(.+/(?:clipfrac|masked))", "Shares of the tokens of a mode."),
     ("Modes", "Effective sample size", r"empo2/(on|on_memory|off)/ess", "Relative to the number of tokens."),
+    ("Modes", "What tips change", r"empo2/(off/kl_tips_vs_bare)", "Log-probability with tips less without, nats."),
     ("Optimization", "Entropy", r"actor/(entropy)", "Nats per token."),
     ("Optimization", "Gradient norm", r"actor/(grad_norm)", "Before clipping."),
-    ("Optimization", "Policy loss", r"actor/(pg_loss)", ""),
+    ("Optimization", "Policy loss", r"actor/(pg_loss)", "Mean over the updates of an iteration."),
     ("Optimization", "Engine against trainer", r"mismatch/(.+)", "Differences of log-probabilities, nats."),
-    ("Memory and novelty", "Memory", r"memory/(size|evictions)", "Tips held and tips dropped."),
-    ("Memory and novelty", "Retrieval", r"memory/(hits|utility|tips_per_step)", "Tips found while acting; their use."),
-    ("Memory and novelty", "Distinct states", r"novelty/(distinct_states)", "States the novelty store tells apart."),
-    ("Memory and novelty", "Novelty bonus", r"novelty/(bonus_mean)", "Points per step."),
+    ("Memory and novelty", "Memory", r"memory/(size|evictions)", "Tips held; tips dropped since the start."),
+    ("Memory and novelty", "Retrieval", r"memory/(hit_rate)", "Share of steps with memory that saw a tip."),
+    ("Memory and novelty", "Distinct states", r"novelty/(size)", "States that the novelty store tells apart."),
     ("Cost", "Time by phase", r"timing_s/(.+)", "Seconds of an iteration."),
+    ("Cost", "Tokens", r"total/(.*tokens)", "Since the start; prompt tokens without those from the cache."),
     ("Cost", "Throughput", r"perf/(.*tokens_per_s)", "Tokens per second."),
-)  # fmt: skip
+)
+INNER_PHASES = ("memory_in_rollout",)  # parts of other phases
 
 
 @dataclass(frozen=True)
@@ -81,7 +97,7 @@ def write_report(run_dir: Path) -> Path:
     page = environment.get_template("report.html.jinja").render(
         name=run_dir.resolve().name,
         facts=_facts(run_dir, metrics, evaluations),
-        warmstart=_warmstart(run_dir),
+        warmstart=_warmstart(run_dir, evaluations),
         panel=_panel(evaluations),
         sections=list(dict.fromkeys(chart.section for chart in charts)),
         charts=charts,
@@ -107,7 +123,12 @@ def embed_json(value: Any) -> str:
 
 def _charts(metrics: Sequence[Record], evaluations: Sequence[Record]) -> list[Chart]:
     panel = [
-        {"iteration": line["iteration"], "val/score": line["score"], "val/success": line["success"]}
+        {
+            "iteration": line["iteration"],
+            "val/score": line["score"],
+            "val/success_rate": line["success"],
+            "val/valid_actions": line["valid_actions"],
+        }
         for line in evaluations
     ]
     charts = []
@@ -128,7 +149,7 @@ def _series(pattern: str, records: Sequence[Record]) -> dict[str, list[tuple[flo
         for key, value in record.items():
             match = re.fullmatch(pattern, key)
             if match and isinstance(value, int | float):
-                series.setdefault(match[1], {})[record["iteration"]] = value
+                series.setdefault(match[1], {})[float(record["iteration"])] = float(value)
     return {label: sorted(points.items()) for label, points in series.items()}
 
 
@@ -150,7 +171,7 @@ def _score_by_time(metrics: Sequence[Record]) -> list[tuple[float, float]]:
         seconds = record.get("timing_s/iteration")
         if isinstance(seconds, int | float) and isinstance(record.get("episode/score"), int | float):
             minutes += seconds / 60
-            points.append((minutes, record["episode/score"]))
+            points.append((minutes, float(record["episode/score"])))
     return points
 
 
@@ -159,8 +180,9 @@ def _time_split(metrics: Sequence[Record]) -> list[tuple[str, float, float]]:
     totals: dict[str, float] = {}
     for record in metrics:
         for key, value in record.items():
-            if key.startswith("timing_s/") and key != "timing_s/iteration" and isinstance(value, int | float):
-                totals[key.removeprefix("timing_s/")] = totals.get(key.removeprefix("timing_s/"), 0.0) + value
+            phase = key.removeprefix("timing_s/")
+            if phase not in (key, "iteration", *INNER_PHASES) and _is_number(value):
+                totals[phase] = totals.get(phase, 0.0) + value
     whole = sum(totals.values()) or 1.0
     return sorted(((name, value, value / whole) for name, value in totals.items()), key=lambda row: -row[1])
 
@@ -176,21 +198,24 @@ def _facts(run_dir: Path, metrics: Sequence[Record], evaluations: Sequence[Recor
         facts["last training score"] = _cell(metrics[-1]["episode/score"])
     if evaluations:
         facts["panel score, first → last"] = f"{_cell(evaluations[0]['score'])} → {_cell(evaluations[-1]['score'])}"
-    return facts | {str(key): str(value) for key, value in _optional_json(run_dir / FACTS_FILE).items()}
+    return facts | {str(key): str(value) for key, value in _optional_json(run_dir / FACTS_FILE, {}).items()}
 
 
-def _warmstart(run_dir: Path) -> dict[str, Any] | None:
-    """`{"before": evaluation, "after": evaluation}` as a table: one row per number, then one per variation."""
-    content = _optional_json(run_dir / WARMSTART_FILE)
-    if not {"before", "after"} <= content.keys():
-        return None
-    before, after = content["before"], content["after"]
-    shared = [key for key, value in before.items() if _is_number(value) and key in after]
-    rows = [(key.replace("_", " "), before[key], after[key]) for key in shared if key != "iteration"]
-    scores = [_scores(side) for side in (before, after)]
-    rows += [(f"score, {name}", score, scores[1].get(name, "")) for name, score in scores[0].items()]
-    others = {key.replace("_", " "): value for key, value in content.items() if isinstance(value, int | float | str)}
-    return {"rows": rows, "facts": others}
+def _warmstart(run_dir: Path, evaluations: Sequence[Record]) -> dict[str, Any] | None:
+    """The panel before the warm start and after it, number by number, and the loss curve."""
+    losses = _optional_json(run_dir / LOSSES_FILE, [])
+    curve = _chart(
+        "", "Warm-start loss", "", {"loss": [(float(n), loss) for n, loss in enumerate(losses, 1)]}, "update"
+    )
+    before = [line for line in evaluations if line["label"] == BEFORE_WARMSTART]
+    rows: list[tuple[str, Any, Any]] = []
+    if before and len(evaluations) > 1:
+        first, second = before[0], evaluations[evaluations.index(before[0]) + 1]
+        names = {"valid_actions": "share of valid actions", "score": "mean score", "success": "success rate"}
+        rows = [(name, first[key], second[key]) for key, name in names.items()]
+        after = _scores(second)
+        rows += [(f"score, {name}", score, after.get(name, "")) for name, score in _scores(first).items()]
+    return {"rows": rows, "curve": curve} if rows or curve else None
 
 
 def _panel(evaluations: Sequence[Record]) -> dict[str, Any] | None:
@@ -258,7 +283,7 @@ def _spread(items: Sequence[T], count: int) -> list[T]:
 
 
 def _cell(value: Any) -> str:
-    return number_text(value) if _is_number(value) else str(value)
+    return number_text(float(value)) if _is_number(value) else str(value)
 
 
 def _is_number(value: Any) -> bool:
@@ -273,11 +298,24 @@ def _optional_text(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
-def _optional_json(path: Path) -> dict[str, Any]:
+def _optional_json(path: Path, default: T) -> T:
     try:
-        content = json.loads(_optional_text(path) or "{}")
+        content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else default
     except ValueError as error:
         raise DataError(f"{path}: not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise DataError(f"{path}: a JSON object is expected")
+    if not isinstance(content, type(default)):
+        raise DataError(f"{path}: a JSON {'object' if isinstance(default, dict) else 'list'} is expected")
     return content
+
+
+def record_command(run_dir: Path, arguments: Sequence[str]) -> None:
+    """Write `run.json`, the facts at the head of the report: command line, start time, versions."""
+    facts = {
+        "command": shlex.join(arguments),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "empo2_jax": version("empo2_jax"),
+        "jax": version("jax"),
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+    }
+    write_atomically(run_dir / FACTS_FILE, json.dumps(facts, ensure_ascii=False, indent=1) + "\n")

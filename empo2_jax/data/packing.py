@@ -64,7 +64,7 @@ def pack(rows: Sequence[Row], buckets: Sequence[int], micro_batch_tokens: int, m
 
 
 def unpack(
-    values: Sequence[Float[np.ndarray, "B T"]], placements: Sequence[Placement]
+    values: Sequence[Float[np.ndarray, "_ _"]], placements: Sequence[Placement]
 ) -> list[Float32[np.ndarray, " _"]]:
     """Per-token values [B, T] of every batch, cut back to the rows that `placements` describes."""
     return [np.asarray(values[at.batch][at.sequence, at.start : at.start + at.length], np.float32) for at in placements]

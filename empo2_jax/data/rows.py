@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Float32, Int32
+from jaxtyping import Float32, Int, Int32
 
 from empo2_jax.types import Episode, Mode, Row
 
@@ -187,7 +187,7 @@ def drop_unlikely_steps(rows: Sequence[Row], mask_sign: Literal["all", "negative
     return kept
 
 
-def minibatches(steps_N: Sequence[int], minibatch_steps: int, order: Sequence[int]) -> list[list[int]]:
+def minibatches(steps_N: Sequence[int], minibatch_steps: int, order: Int[np.ndarray, " N"]) -> list[list[int]]:
     """Whole episodes in the given order, taken until their steps reach the count; the last part may be smaller.
 
     Args:

@@ -167,7 +167,7 @@ class ToyFamily:
     ) -> list[Message]:
         world = ToyHouse()
         observation = world.enter(house, secret)
-        shown = int(rng.integers(1, 4))
+        shown = int(rng.integers(1, 3))
         best = sorted(reversed(memory), key=lambda entry: -entry[0])[:shown] if with_tips else []
         tips = [content for _, content in best]
         text, messages, first_action = self.first_turn(world.goal, observation.text), [], ""

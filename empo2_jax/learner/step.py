@@ -51,7 +51,7 @@ class Learner:
         self._grad = jax.jit(jax.value_and_grad(self._loss, has_aux=True), static_argnames="capacity")
         self._logprobs = jax.jit(self._forward, static_argnames="capacity")
         self._add = jax.jit(partial(jax.tree.map, jnp.add), donate_argnums=0)
-        self._apply = jax.jit(self._descend, donate_argnums=(0, 1))
+        self._apply = jax.jit(self._descend, donate_argnums=0)
 
     def init(self, params: Any) -> LearnerState:
         """State at the start; moments take the sharding of their parameter."""

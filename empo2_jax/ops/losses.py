@@ -79,32 +79,33 @@ def policy_loss(
     Returns:
         The loss, and the sums that `finalize_metrics` turns into metrics; both add up over micro-batches.
     """
-    batch = TrainBatch(*map(jnp.asarray, batch))
-    mask = batch.loss_mask
-    logprobs, entropy = jnp.where(mask, logprobs, 0.0), jnp.where(mask, entropy, 0.0)
-    ratio = importance_ratio(logprobs, jnp.where(mask, batch.denominator_logprobs, 0.0))
-    kept = likely_tokens(logprobs, batch.mask_threshold, batch.advantages, mask_sign)
-    surrogate = clipped_surrogate(ratio, batch.advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+    mask, advantages, modes = map(jnp.asarray, (batch.loss_mask, batch.advantages, batch.mode))
     weight = jnp.where(mask, batch.token_weight, 0.0)
+    logprobs, entropy = jnp.where(mask, logprobs, 0.0), jnp.where(mask, entropy, 0.0)
+    denominator = jnp.where(mask, batch.denominator_logprobs, 0.0)
+    ratio = importance_ratio(logprobs, denominator)
+    kept = likely_tokens(logprobs, jnp.asarray(batch.mask_threshold), advantages, mask_sign)
+    surrogate = clipped_surrogate(ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
     policy = jnp.sum(weight * surrogate * batch.rollout_weight * kept)
-    kl = k3_divergence(logprobs, batch.reference_logprobs) if kl_coefficient else jnp.zeros_like(logprobs)
+    kl = jnp.zeros_like(logprobs)
+    if kl_coefficient:
+        kl = k3_divergence(logprobs, jnp.asarray(batch.reference_logprobs))
     loss = policy + jnp.sum(weight * (kl_coefficient * kl - entropy_coefficient * entropy))
 
-    clipped = -batch.advantages * (jnp.clip(ratio, 1 - clip_low, 1 + clip_high) - ratio) > 0
     masked = ~kept | (weight == 0)  # a step that was dropped whole has weight 0
     per_token = {
         "tokens": jnp.ones_like(ratio),
         "ratio": ratio,
         "ratio_squared": ratio**2,
-        "clipped": clipped,
+        "clipped": advantages * (ratio - jnp.clip(ratio, 1 - clip_low, 1 + clip_high)) > 0,
         "masked": masked,
-        "masked_negative": masked & (batch.advantages < 0),
-        "negative": batch.advantages < 0,
+        "masked_negative": masked & (advantages < 0),
+        "negative": advantages < 0,
         "entropy": entropy,
         "kl": kl,
-        "logprob_gap": jnp.abs(logprobs - batch.denominator_logprobs),
+        "logprob_gap": jnp.abs(logprobs - denominator),
     }
-    in_mode = mask[None] & (batch.mode[None] == jnp.arange(len(Mode))[:, None, None])
+    in_mode = mask[None] & (modes[None] == jnp.arange(len(Mode))[:, None, None])
     sums = {name: jnp.sum(jnp.where(in_mode, value[None], 0.0), axis=(1, 2)) for name, value in per_token.items()}
     return loss, jax.lax.stop_gradient({"pg_loss": policy, **sums})
 

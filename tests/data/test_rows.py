@@ -31,7 +31,7 @@ def test_rebuilt_prompt_gives_one_row_per_step() -> None:
 
 def test_a_row_breaks_where_the_prompt_no_longer_holds_the_sampled_ids() -> None:
     episode = make_episode(((5, 6), (7,)))
-    second = dataclasses.replace(episode.steps[1], bare_prompt_ids=np.int32([1, 10, 5, 4, 1, 11]))
+    second = dataclasses.replace(episode.steps[1], bare_prompt_ids=np.array([1, 10, 5, 4, 1, 11], np.int32))
     rows = build_rows([dataclasses.replace(episode, steps=(episode.steps[0], second))], [1.0])
     assert [row.token_ids.tolist() for row in rows] == [[1, 10, 5, 6], [1, 10, 5, 4, 1, 11, 7]]
 
@@ -52,7 +52,7 @@ def test_values_move_from_acting_rows_to_loss_rows_by_episode_step_and_offset() 
     assert [row.episode for row in acting] == [1, 1, 1]
     assert all(TIP_ID in row.token_ids for row in acting)
     moved = transfer(
-        acting, [row.step_index * 10 + row.token_ids.astype(np.float32) for row in acting], rows,
+        acting, [(row.step_index * 10 + row.token_ids).astype(np.float32) for row in acting], rows,
         [np.full(len(row.token_ids), -1, np.float32) for row in rows],
     )  # fmt: skip
     assert moved[0].tolist() == [-1.0] * 12
@@ -105,8 +105,8 @@ def test_row_mask_leaves_rows_without_a_threshold_alone() -> None:
 
 def test_minibatches_keep_episodes_whole_and_use_each_once() -> None:
     steps = [3, 4, 1, 5, 2]
-    found = minibatches(steps, 5, [4, 0, 3, 1, 2])
+    found = minibatches(steps, 5, np.array([4, 0, 3, 1, 2]))
     assert found == [[4, 0], [3], [1, 2]]
-    assert minibatches(steps, 1, range(5)) == [[0], [1], [2], [3], [4]]
-    assert minibatches(steps, 99, range(5)) == [[0, 1, 2, 3, 4]]
-    assert minibatches([], 5, []) == []
+    assert minibatches(steps, 1, np.arange(5)) == [[0], [1], [2], [3], [4]]
+    assert minibatches(steps, 99, np.arange(5)) == [[0, 1, 2, 3, 4]]
+    assert minibatches([], 5, np.arange(0)) == []

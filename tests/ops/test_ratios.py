@@ -23,11 +23,14 @@ def test_gradient_at_equality_is_that_of_the_logprob() -> None:
 
 
 def test_rollout_weight_is_capped_above_and_not_below() -> None:
-    acting, behavior = np.log(np.array([0.9, 0.3, 0.2, 0.01], np.float32)), np.log(np.float32([0.1, 0.2, 0.2, 0.1]))
+    acting, behavior = (
+        np.log(np.array([0.9, 0.3, 0.2, 0.01], np.float32)),
+        np.log(np.array([0.1, 0.2, 0.2, 0.1], np.float32)),
+    )
     np.testing.assert_allclose(truncated_rollout_weight(acting, behavior, 2.0), [2.0, 1.5, 1.0, 0.1], rtol=1e-5)
 
 
 def test_rollout_weight_of_impossible_tokens_stays_finite() -> None:
-    far = truncated_rollout_weight(np.float32([-1e9, 0.0]), np.float32([0.0, -1e9]))
+    far = truncated_rollout_weight(np.array([-1e9, 0.0], np.float32), np.array([0.0, -1e9], np.float32))
     np.testing.assert_allclose(far, [np.exp(-20), 2.0], rtol=1e-5)
     assert far.dtype == np.float32

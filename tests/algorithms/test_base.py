@@ -1,0 +1,51 @@
+"""Which episodes count, and what the groups say about themselves."""
+
+import pytest
+
+from empo2_jax.algorithms.base import group_metrics, relative_advantages, valid_episodes
+from empo2_jax.config import AlgorithmConfig
+from empo2_jax.types import Mode, StopReason
+from tests.fixtures.episodes import make_episode, make_group
+
+
+def scored(reward: float, novelty: float = 0.0, mode: Mode = Mode.ON_POLICY, stop: StopReason = StopReason.DONE):
+    return make_episode(rewards=[reward], intrinsic=[novelty], mode=mode, stop_reason=stop)
+
+
+def test_metrics_by_hand() -> None:
+    equal = make_group(scored(5.0), scored(5.0))
+    phantom = make_group(scored(0.0, 1.0), scored(0.0, 0.5))
+    real = make_group(scored(0.0), scored(30.0, mode=Mode.OFF_POLICY), scored(0.0, stop=StopReason.STEP_LIMIT))
+    alone = make_group(scored(100.0), scored(-999.0, stop=StopReason.ENV_ERROR))
+    assert group_metrics([equal, phantom, real, alone]) == pytest.approx(
+        {
+            "episode/invalid": 1 / 9,
+            "reward/mean": 140 / 8,
+            "reward/std": ((25 * 2 + 900 + 10000) / 8 - (140 / 8) ** 2) ** 0.5,
+            "reward/intrinsic_mean": 1.5 / 8,
+            "episode/score": 140 / 8,
+            "episode/success_rate": 7 / 8,
+            "episode/length": 1.0,
+            "empo2/on/reward": 110 / 7,
+            "empo2/on/share": 7 / 8,
+            "empo2/off/reward": 30.0,
+            "empo2/off/share": 1 / 8,
+            "group/all_equal": 1 / 3,
+            "group/phantom": 1 / 3,
+        }
+    )
+
+
+def test_without_valid_episodes_there_is_no_reward_rather_than_zero() -> None:
+    assert group_metrics([make_group(scored(1.0, stop=StopReason.ENGINE_ERROR))]) == {"episode/invalid": 1.0}
+    assert group_metrics([]) == {}
+
+
+def test_advantages_stand_in_the_order_of_the_valid_episodes() -> None:
+    groups = [
+        make_group(scored(0.0), scored(7.0, stop=StopReason.ENV_ERROR), scored(2.0)),
+        make_group(scored(4.0), scored(4.0)),
+    ]
+    found = relative_advantages(groups, AlgorithmConfig(), lambda episode: episode.extrinsic_return)
+    assert [episode.extrinsic_return for episode in valid_episodes(groups)] == [0.0, 2.0, 4.0, 4.0]
+    assert found == pytest.approx([-(0.5**0.5), 0.5**0.5, 0, 0], rel=1e-5)
