@@ -153,7 +153,7 @@ def make_collector(config: Config, policy: Policy, engine: Engine, family: Envir
         family,
         config.rollout,
         step_limit=config.env.step_limit,
-        scope=config.memory.scope,
+        memory=config.memory,
         seed=config.run.seed,
         workers=config.env.workers,
         banned_from=policy.tokenizer.size,

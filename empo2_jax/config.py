@@ -92,9 +92,7 @@ class AlgorithmConfig(Section):
     aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "episode-mean"] = Field(
         "seq-mean-token-mean", description="how tokens are averaged; a sequence is one step (an action)"
     )
-    min_token_prob: Probability = Field(
-        0.0067, description="δ: less likely tokens give no policy loss; 0 = off"
-    )
+    min_token_prob: Probability = Field(0.0067, description="δ: less likely tokens give no policy loss; 0 = off")
     mask_modes: Literal["off_policy", "all"] = Field("off_policy", description="rows that the δ-mask applies to")
     mask_sign: Literal["all", "negative"] = Field(
         "all", description="δ-mask on all tokens or where the advantage is negative"
@@ -123,9 +121,7 @@ class MemoryConfig(Section):
     eviction: Literal["fifo", "lowest_score"] = Field("fifo", description="entry that leaves a full buffer")
     tip_max_tokens: Positive = Field(128, description="tokens of one tip")
     writer: Literal["policy", "scripted"] = Field("policy", description="who writes tips; scripted is for tests")
-    embedder: Literal["minilm", "hashing"] = Field(
-        "minilm", description="text to vector; hashing for the toy"
-    )
+    embedder: Literal["minilm", "hashing"] = Field("minilm", description="text to vector; hashing for the toy")
     index: Literal["exact", "scann"] = Field("scann", description="nearest-neighbor search; both give the same answers")
 
 
@@ -183,12 +179,10 @@ class CheckpointConfig(Section):
 class WarmstartConfig(Section):
     """Supervised next-token training on transcripts of training variations (`empo2 warmstart`)."""
 
-    updates: int = Field(60, ge=0, description="optimizer steps")
+    updates: int = Field(0, ge=0, description="optimizer steps; 0 = no warm start")
     demonstrations: Positive = Field(40, description="transcripts asked from the environment")
     batch_episodes: Positive = Field(2, description="transcripts per optimizer step")
-    learning_rate: float = Field(
-        2e-4, gt=0, description="peak; linear warm-up, then cosine to a tenth"
-    )
+    learning_rate: float = Field(2e-4, gt=0, description="peak; linear warm-up, then cosine to a tenth")
     init: Literal["pretrained", "random"] = Field("pretrained", description="random: a new model of the shape below")
     hidden_size: Positive = Field(96, description="random init: d")
     num_layers: Positive = Field(3, description="random init: layers")

@@ -15,20 +15,22 @@ SHOWN = (
     ("reward", "reward/mean", ".2f"),
     ("tips", "memory/size", ".0f"),
     ("tok/s", "perf/tokens_per_s", ".0f"),
+    ("loss", "warmstart/loss", ".3f"),
 )
 
 
 class RunProgress:
     """Context manager around the loop of a run; `update` after every iteration."""
 
-    def __init__(self, total: int, done: int = 0, console: Console | None = None) -> None:
-        """`total` iterations of the run, `done` of them in earlier processes."""
+    def __init__(self, total: int, done: int = 0, console: Console | None = None, unit: str = "iteration") -> None:
+        """`total` iterations (or what `unit` says) of the run, `done` of them in earlier processes."""
+        self._unit = unit
         self._console = console or Console(stderr=True)
         self._total, self._begin, self._done = total, done, done
         self._started = time.monotonic()
         self._bar: Progress | None = None
         if self._console.is_terminal:
-            columns = (TextColumn("iteration"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
+            columns = (TextColumn(unit), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
             self._bar = Progress(*columns, console=self._console)
             self._bar.add_task("starting", total=total, completed=done)
 
@@ -52,7 +54,7 @@ class RunProgress:
         if self._bar:
             self._bar.update(self._bar.task_ids[0], completed=done, description=text)
         else:
-            self.note(f"iteration {done}/{self._total} · {text}")
+            self.note(f"{self._unit} {done}/{self._total} · {text}")
 
     def note(self, text: str) -> None:
         """One line above the live display, for example `evaluating`."""

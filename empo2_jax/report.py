@@ -35,7 +35,7 @@ EPISODE_BYTES = 8_000_000  # of episodes embedded in the page; the rest stays in
 CHARTS: tuple[tuple[str, str, str, str], ...] = (
     ("Learning", "Score", r"(episode|val)/score", "Points; training episodes and the panel without memory."),
     ("Learning", "Success rate", r"(episode|val)/success_rate", "Share of episodes that solved their task."),
-    ("Learning", "Reward", r"reward/(.+)", "Return of an episode, novelty included; its spread; the novelty alone."),
+    ("Learning", "Reward", r"reward/(.+)", "Return without novelty and its spread; the novelty part."),
     ("Learning", "Valid actions", r"(episode|val)/valid_actions", "Share of actions that the environment accepted."),
     ("Learning", "Episode length", r"episode/(length)", "Actions per episode."),
     (

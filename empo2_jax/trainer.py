@@ -36,18 +36,19 @@ from empo2_jax.models.hf_weights import save_model
 from empo2_jax.ops.losses import finalize_metrics, policy_loss
 from empo2_jax.progress import RunProgress
 from empo2_jax.randomness import generator
-from empo2_jax.report import write_report
+from empo2_jax.report import record_command, write_report
 from empo2_jax.rollout.collect import Assignment
 from empo2_jax.types import Episode, EpisodeGroup, Row, Task, Tip
 
 
-def run(config: Config, resume: str = "auto") -> Path:
+def run(config: Config, resume: str = "auto", command: Sequence[str] = ()) -> Path:
     """Train to `run.iterations` and write the report; returns the run directory.
 
     Args:
         config: The whole experiment.
         resume: `auto` continues the newest good checkpoint or starts; `never` refuses a directory with checkpoints; a
             path of one of the run's checkpoints goes back to it.
+        command: The command line, for the report.
 
     Raises:
         Empo2Error: whatever the user or the world did wrong, in one line.
@@ -55,6 +56,7 @@ def run(config: Config, resume: str = "auto") -> Path:
     with ExitStack() as stack:
         stack.enter_context(RunLock(config.run_dir))
         _claim(config, resume)
+        record_command(config.run_dir, command)
         trainer = Trainer(config, stack)
         trainer.restore(resume)
         trainer.loop()
@@ -267,7 +269,7 @@ class Trainer:
         count = 0
         for epoch in range(update.epochs):
             order = generator(self.config.run.seed, "minibatches", self.iteration, epoch).permutation(len(episodes))
-            for part in minibatches([len(e.steps) for e in episodes], update.minibatch_steps, order.tolist()):
+            for part in minibatches([len(e.steps) for e in episodes], update.minibatch_steps, order):
                 batches = self._batches(filled, set(part))
                 if batches:
                     self.state, sums = self.learner.update(self.state, batches)
@@ -331,12 +333,8 @@ class Trainer:
         self.totals["prompt_tokens"] += sum(len(step.prompt_ids) - step.cached_tokens for step in steps)
         self.totals["sampled_tokens"] += sum(len(step.action_ids) for step in steps)
         self.totals["tip_calls"] += sum(bool(episode.tip_tokens) for episode in episodes)
-        names = ("on", "on_memory", "off")
-        shares = {
-            f"empo2/{name}/share": float(np.mean([e.mode == m for e in episodes])) for m, name in enumerate(names)
-        }
         hits = [bool(step.tips) for episode in episodes if episode.with_memory for step in episode.steps]
-        return shares | {
+        return {
             "episode/valid_actions": float(np.mean([step.valid for step in steps])) if steps else 0.0,
             "memory/hit_rate": float(np.mean(hits)) if hits else 0.0,
         }
@@ -388,7 +386,7 @@ def make_start(config: Config, family: Any, folder: Path) -> None:
         before = evaluate(collector, family, config.evaluation).record("before warm start", 0, config.evaluation.split)
         collector.close()
         del engine
-    with RunProgress(config.warmstart.updates) as progress:
+    with RunProgress(config.warmstart.updates, unit="update") as progress:
         params, losses = warmstart.train(
             policy,
             family,
@@ -407,7 +405,7 @@ def save_start(folder: Path, policy: assembly.Policy, params: Any, before: dict[
     save_model(draft, params, policy.model.config, tokenizer_folder=policy.folder)
     write_atomically(draft / "losses.json", json.dumps(losses))
     if before is not None:
-        write_atomically(draft / "before.json", _json(before))
+        write_atomically(draft / "before.json", json.dumps(before))
     draft.rename(folder)
 
 

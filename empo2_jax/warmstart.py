@@ -6,6 +6,7 @@ the learner and its batches are those of the RL update. This is a start, not the
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -110,4 +111,4 @@ def train(
 
 
 def _scaled(row: Row, factor: float) -> Row:
-    return Row(**{**vars(row), "token_weight": row.token_weight * np.float32(factor)})
+    return replace(row, token_weight=row.token_weight * np.float32(factor))

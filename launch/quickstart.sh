@@ -32,6 +32,5 @@ run() {
   $dry_run || "$@"
 }
 run bash launch/setup.sh cpu --extras envs
-run .venv/bin/empo2 warmstart "$config"
 run .venv/bin/empo2 train "$config" --run.dir "$run_dir" ${overrides[@]+"${overrides[@]}"}
 echo "quickstart: the report is $run_dir/report.html"

@@ -10,7 +10,7 @@ usage: bash launch/setup.sh [cpu|cuda12|cuda13|tpu] [--extras LIST] [--venv DIR]
   --extras LIST          extras of pyproject.toml, comma-separated (default: dev,notebooks,envs; also $EXTRAS)
   --venv DIR             environment to make or update (default: .venv at the repository root)
   --dry-run              print the commands and stop
-  PYTHON=/path/python3   interpreter to use; otherwise the newest of 3.13, 3.12, 3.11 that runs
+  PYTHON=/path/python3   interpreter to use; otherwise python3 if it is 3.11 or newer, else the newest found
 EOF
 }
 
@@ -40,7 +40,7 @@ find_python() {
     return
   fi
   local candidate
-  for candidate in python3.13 python3.12 python3.11 python3; do
+  for candidate in python3 python3.13 python3.12 python3.11; do
     if suitable "$candidate"; then
       echo "$candidate"
       return

@@ -4,7 +4,7 @@ The rest of the package is blind to the choice: all algorithms share one collect
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from empo2_jax.ops.advantages import group_advantages
 from empo2_jax.types import Episode, EpisodeGroup, Mode
 
 
+@runtime_checkable
 class Algorithm(Protocol):
     """A module with these two functions, found by its name."""
 

@@ -175,9 +175,11 @@ def drop_unlikely_steps(rows: Sequence[Row], mask_sign: Literal["all", "negative
     """
     kept = []
     for row in rows:
-        if row.mask_threshold == 0 or row.denominator_logprobs is None:
+        if row.mask_threshold == 0:
             kept.append(row)
             continue
+        if row.denominator_logprobs is None:
+            raise ValueError("the row mask needs denominator_logprobs")
         unlikely = row.loss_mask & (row.denominator_logprobs < math.log(row.mask_threshold))
         if mask_sign == "negative":
             unlikely &= row.advantages < 0

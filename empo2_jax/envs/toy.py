@@ -55,7 +55,7 @@ class ToyHouse:
         return self._observe("it is dark . the bulb is hidden .", 0.0, "exact", "")
 
     def step(self, action: str) -> Observation:
-        """`look in the PLACE` or `try the PLACE_OR_ROOM` in free text; anything else changes nothing."""
+        """`look in the PLACE` or, with the bulb, `try the ROOM`, in free text; anything else changes nothing."""
         if self.done:
             raise EnvError("the episode is over: reset first")
         words = re.sub(r"[^a-z ]", " ", action.lower()).split()
@@ -235,9 +235,9 @@ def vocabulary() -> list[str]:
     """Every word and sign that the toy world, its prompts and its tips use, in a fixed order."""
     prompts = ToyFamily(range(1))
     texts = [
-        tip_entry("the bulb is not in the lamp .", "look in the", 0),
+        tip_entry("the bulb is not in the lamp .", "look in the", 0.0),
         tips_block(["x"]),
-        prompts.tip_request("", 0),
+        prompts.tip_request("", 0.0),
         "light the lamp of the house . it is dark . the bulb is hidden . nothing happens . is empty . was in stays on",
         "try the nothing",
         " ".join([*PLACES, *ROOMS, *HOUSES]),

@@ -4,7 +4,6 @@ The objective is injected; it sees log-probs and the batch and has no branch on 
 batch-global denominator, so the gradients of micro-batches simply add up.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,11 +11,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float32, Int32
 
+from empo2_jax.learner.optim import Optimizer, descend, init_moments
 from empo2_jax.models.qwen2 import Qwen2
 from empo2_jax.ops.logprobs import token_logprobs
 from empo2_jax.types import TrainBatch
@@ -40,7 +38,7 @@ class Learner:
     def __init__(
         self,
         graphdef: nnx.GraphDef,
-        optimizer: optax.GradientTransformation,
+        optimizer: Optimizer,
         objective: Objective,
         *,
         temperature: float,
@@ -55,16 +53,7 @@ class Learner:
 
     def init(self, params: Any) -> LearnerState:
         """State at the start; moments take the sharding of their parameter."""
-        first = jax.tree.leaves(params)[0].sharding
-        scalar = NamedSharding(first.mesh, PartitionSpec()) if isinstance(first, NamedSharding) else first
-        moments = optax.tree.map_params(
-            self._optimizer,
-            lambda _, param: param.sharding,
-            jax.eval_shape(self._optimizer.init, params),
-            params,
-            transform_non_params=lambda _: scalar,
-        )
-        opt_state = jax.jit(self._optimizer.init, out_shardings=moments)(params)
+        opt_state, scalar = init_moments(self._optimizer, params)
         return LearnerState(params, opt_state, jax.device_put(jnp.zeros((), jnp.int32), scalar))
 
     def logprobs(self, params: Any, batch: TrainBatch) -> tuple[np.ndarray, np.ndarray]:
@@ -85,7 +74,8 @@ class Learner:
 
     def _forward(self, params: Any, batch: TrainBatch, capacity: int) -> tuple[Array, Array]:
         model: Qwen2 = nnx.merge(self._graphdef, params)
-        hidden = model(batch.token_ids, batch.positions, batch.segment_ids, remat=self._remat)
+        token_ids, positions, segment_ids = map(jnp.asarray, (batch.token_ids, batch.positions, batch.segment_ids))
+        hidden = model(token_ids, positions, segment_ids, remat=self._remat)
         flat = hidden.reshape(-1, hidden.shape[-1])
         # Only action tokens go to the head; the fill value 0 is never one, since nothing predicts a first token.
         (index,) = jnp.nonzero(batch.loss_mask.reshape(-1), size=capacity, fill_value=0)
@@ -103,9 +93,8 @@ class Learner:
         return self._objective(*self._forward(params, batch, capacity), batch)
 
     def _descend(self, state: LearnerState, grads: Any) -> tuple[LearnerState, Array]:
-        changes, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, changes)
-        return LearnerState(params, opt_state, state.updates + 1), optax.global_norm(grads)
+        params, opt_state, norm = descend(self._optimizer, state.params, state.opt_state, grads)
+        return LearnerState(params, opt_state, state.updates + 1), norm
 
 
 def supervised_loss(
@@ -117,6 +106,6 @@ def supervised_loss(
 
 
 def _capacity(batch: TrainBatch) -> int:
-    """Action tokens of the batch, rounded up to a power of two so that few shapes compile."""
-    count = max(int(np.asarray(batch.loss_mask).sum()), 16)
-    return min(1 << math.ceil(math.log2(count)), batch.loss_mask.size)
+    """Room for the action tokens of a batch: a sixteenth, a quarter or all of it, so that few shapes compile."""
+    count, size = int(np.asarray(batch.loss_mask).sum()), batch.loss_mask.size
+    return next(room for room in (size // 16, size // 4, size) if room >= count)

@@ -8,7 +8,7 @@ a result depends neither on the slot nor on the batch it ran in.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float32, Int32, UInt32
@@ -49,6 +49,7 @@ class Completion:
     policy_version: int
 
 
+@runtime_checkable
 class Engine(Protocol):
     """Serves tokens for one policy version at a time."""
 

@@ -5,7 +5,7 @@ turns comes from the model's own chat template, found by rendering it once aroun
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32
@@ -13,10 +13,11 @@ from jaxtyping import Int32
 from empo2_jax.errors import DataError
 from empo2_jax.types import Message
 
-TokenIds = Int32[np.ndarray, " T"]
+TokenIds = Int32[np.ndarray, " _"]  # any length; a name would tie the lengths of all arguments
 _USER, _ANSWER = "qzuserzq", "qzanswerzq"
 
 
+@runtime_checkable
 class ChatTokenizer(Protocol):
     """What the chat needs of a tokenizer; `models.tokenizer.Tokenizer` has it."""
 
@@ -64,7 +65,7 @@ class Chat:
         """Prompt ids of a conversation's first user turn, generation header included."""
         return self._ids(self._open, user)
 
-    def following(self, action_ids: Sequence[int], user: str) -> TokenIds:
+    def following(self, action_ids: Sequence[int] | TokenIds, user: str) -> TokenIds:
         """Ids between an answer and the next one: closing token (unless it was sampled), user turn, header."""
         ids = self._ids(self._next, user)
         closed = len(action_ids) > 0 and int(action_ids[-1]) == self.close_id
@@ -74,7 +75,7 @@ class Chat:
         """Ids of an answer that somebody wrote, closing token included (supervised training only)."""
         return np.asarray([*self.tokenizer.encode(_inert(text)), self.close_id], np.int32)
 
-    def text(self, action_ids: Sequence[int]) -> str:
+    def text(self, action_ids: Sequence[int] | TokenIds) -> str:
         """Readable text of sampled ids."""
         return self.tokenizer.decode([int(token) for token in action_ids])
 

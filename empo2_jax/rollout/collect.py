@@ -10,11 +10,11 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from empo2_jax.config import RolloutConfig
+from empo2_jax.config import MemoryConfig, RolloutConfig
 from empo2_jax.envs.base import Environment, EnvironmentFamily
 from empo2_jax.errors import EngineError, EnvError
 from empo2_jax.memory.tips import buffer_key
@@ -35,10 +35,11 @@ class Assignment:
     mode: Mode = Mode.ON_POLICY
 
 
+@runtime_checkable
 class TipSource(Protocol):
     """Where tips come from; `memory.tips.TipMemory` is one."""
 
-    def retrieve_many(self, queries: Sequence[tuple[str, str]]) -> list[list[Tip]]:
+    def retrieve_many(self, requests: Sequence[tuple[str, str]]) -> list[list[Tip]]:
         """Tips for (buffer, key text) pairs, best first."""
         ...
 
@@ -95,13 +96,13 @@ class Collector:
         rollout: RolloutConfig,
         *,
         step_limit: int,
-        scope: str,
+        memory: MemoryConfig,
         seed: int,
         workers: int,
         banned_from: int,
     ):
         self._engine, self._chat, self._family, self._rollout = engine, chat, family, rollout
-        self._step_limit, self._scope, self._seed, self._banned = step_limit, scope, seed, banned_from
+        self._step_limit, self._memory, self._seed, self._banned = step_limit, memory, seed, banned_from
         self._threads = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="environment")
         self.memory_seconds = 0.0  # wall time spent on retrieving and writing tips so far
 
@@ -176,15 +177,21 @@ class Collector:
 
     def _retrieve(self, lives: Sequence[Live], memory: TipSource | None) -> None:
         for live in lives:
-            assert live.environment is not None and live.observation is not None
-            live.key = self._family.memory_key(live.environment.goal, live.observation.state)
-            live.tips = []
+            live.key, live.tips = self._key(live), []
         asking = [live for live in lives if live.assignment.mode != Mode.ON_POLICY]
         if memory is None or not asking:
             return
-        queries = [(buffer_key(live.assignment.task, self._scope), live.key) for live in asking]
+        queries = [(buffer_key(live.assignment.task, self._memory.scope), live.key) for live in asking]
         for live, tips in zip(asking, memory.retrieve_many(queries), strict=True):
             live.tips = tips
+
+    def _key(self, live: Live) -> str:
+        """Text whose embedding finds tips now: the state, or (released code) the transcript so far."""
+        assert live.environment is not None and live.observation is not None
+        if self._memory.key == "state":
+            return self._family.memory_key(live.environment.goal, live.observation.state)
+        turns = [text for step in live.steps for text in (step.observation, step.action)]
+        return "\n".join([live.environment.goal, *turns, live.observation.text])
 
     def _render(self, live: Live) -> None:
         """Append the newest user turn to both prompts; an episode that cannot answer any more ends by length."""

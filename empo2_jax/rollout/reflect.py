@@ -5,7 +5,7 @@ request is new. Tips are sampled at the training temperature and are never train
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from empo2_jax.rollout.collect import Live
 
 
+@runtime_checkable
 class TipWriter(Protocol):
     """Fills `tip` and `tip_tokens` of finished episodes."""
 

@@ -110,3 +110,9 @@ def test_minibatches_keep_episodes_whole_and_use_each_once() -> None:
     assert minibatches(steps, 1, np.arange(5)) == [[0], [1], [2], [3], [4]]
     assert minibatches(steps, 99, np.arange(5)) == [[0, 1, 2, 3, 4]]
     assert minibatches([], 5, np.arange(0)) == []
+
+
+def test_row_mask_without_denominators_is_refused() -> None:
+    (row,) = build_rows([make_episode(ACTIONS)], [-1.0], min_token_prob=0.01, mask_modes="all")
+    with pytest.raises(ValueError, match="denominator_logprobs"):
+        drop_unlikely_steps([row])

@@ -63,4 +63,5 @@ def test_the_whole_table_of_logits_never_exists() -> None:
 
     shapes = jax.ShapeDtypeStruct((count, D), jnp.float32), jax.ShapeDtypeStruct((vocabulary, D), jnp.float32)
     memory = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*shapes).compile().memory_analysis()
+    assert memory is not None
     assert memory.temp_size_in_bytes < count * vocabulary * 4 / 2

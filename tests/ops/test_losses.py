@@ -1,6 +1,7 @@
 """The loss token by token, by hand; identities with the policy gradient; metrics that add up."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from empo2_jax.ops.losses import clipped_surrogate, finalize_metrics, k3_diverge
 from empo2_jax.types import Mode, TrainBatch
 from tests.fixtures.episodes import make_episode
 
-CLIP = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 3.0}
+CLIP: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 3.0}
 
 
 def batch_of(advantages: list[float], old: list[float], *, mode: Mode = Mode.ON_POLICY, threshold: float = 0.0):

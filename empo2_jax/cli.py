@@ -1,0 +1,325 @@
+"""`empo2 …`: the command line. Parses, calls one function, prints. Each command imports what it needs when it runs.
+
+A mistake of the user is one line on standard error and exit code 2; Ctrl-C is one line and exit code 130.
+"""
+
+import argparse
+import difflib
+import json
+import logging
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+from rich.console import Console
+from rich.table import Table
+
+from empo2_jax.config import Config, dump_toml, load_config
+from empo2_jax.errors import ConfigError, Empo2Error
+
+RESUME_HELP = (
+    "auto: continue or start; never: refuse a directory with checkpoints; PATH: go back to that checkpoint "
+    "(default: auto)"
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are `ConfigError`s."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing the usage."""
+        raise ConfigError(f"{message} (see `{self.prog} --help`)")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit code."""
+    logging.basicConfig(level=logging.WARNING, format="warning: %(message)s")
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        known, rest = build_parser().parse_known_args(arguments)
+        if rest:
+            raise ConfigError(_unknown_option(rest[0], known.options))
+        known.arguments = arguments
+        return known.call(known)
+    except Empo2Error as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {error.filename or ''}: {error.strerror or error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"interrupted; resume with: empo2 {shlex.join(arguments)}", file=sys.stderr)
+        return 130
+
+
+def build_parser() -> Parser:
+    """All commands with their options."""
+    parser = Parser(prog="empo2", description="EMPO²: agents that explore with memory and learn from it.")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=Parser)
+
+    train = _command(commands, "train", _train, "train a policy; continues where the run directory stands")
+    _config_options(train)
+    train.add_argument("--resume", default="auto", metavar="auto|never|PATH", help=RESUME_HELP)
+    train.add_argument(
+        "--dry-run", action="store_true", help="print the resolved configuration and the plan; run nothing"
+    )
+
+    warmstart = _command(commands, "warmstart", _warmstart, "supervised start on transcripts of training variations")
+    _config_options(warmstart)
+    warmstart.add_argument("--out", type=Path, metavar="DIR", help="new model folder (default: <run directory>/start)")
+
+    evaluate = _command(commands, "evaluate", _evaluate, "run the panel (no memory) on a run's checkpoint")
+    _run_options(evaluate)
+    evaluate.add_argument("--split", choices=("train", "dev", "test"), help="(default: as configured)")
+    evaluate.add_argument("--repeats", type=int, metavar="N", help="episodes per variation (default: as configured)")
+
+    memory = _command(commands, "memory", None, "the tips of a run").add_subparsers(required=True, metavar="COMMAND")
+    inspect = _command(memory, "inspect", _memory_inspect, "list tips, best first")
+    _run_options(inspect)
+    inspect.add_argument("--buffer", default="", metavar="TEXT", help="only buffers whose name contains TEXT")
+    inspect.add_argument("--limit", type=int, default=20, metavar="N", help="tips shown (default: 20)")
+
+    checkpoint = _command(commands, "checkpoint", None, "the checkpoints of a run")
+    actions = checkpoint.add_subparsers(required=True, metavar="COMMAND")
+    _run_options(_command(actions, "hash", _hash, "one hash over parameters, optimizer, memory, novelty and metrics"))
+    verify = _command(actions, "verify", _verify, "check every manifest")
+    verify.add_argument("run", type=Path, metavar="RUN", help="run directory")
+
+    convert = _command(commands, "convert", None, "model formats").add_subparsers(required=True, metavar="COMMAND")
+    gguf = _command(convert, "from-gguf", _from_gguf, "GGUF file to a Hugging Face folder")
+    gguf.add_argument("file", type=Path, metavar="FILE", help="GGUF file of a Llama- or Qwen2-like model")
+    gguf.add_argument("out", type=Path, metavar="DIR", help="new folder")
+    to_hf = _command(convert, "to-hf", _to_hf, "a run's policy to a Hugging Face folder")
+    _run_options(to_hf)
+    to_hf.add_argument("out", type=Path, metavar="DIR", help="new folder")
+    _command(convert, "smollm2", _smollm2, "download SmolLM2-135M-Instruct and convert it into the cache")
+
+    report = _command(commands, "report", _report, "write report.html from the files of a run")
+    report.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    doctor = _command(commands, "doctor", _doctor, "check this machine; non-zero exit if something needed is missing")
+    doctor.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="check for this configuration")
+    return parser
+
+
+def _command(commands: Any, name: str, call: Any, text: str) -> Parser:
+    parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+    parser.set_defaults(options=parser, **({"call": call} if call else {}))
+    return parser
+
+
+def _run_options(parser: Parser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument("--step", type=int, metavar="N", help="checkpoint (default: the newest good one)")
+
+
+def _config_options(parser: Parser) -> None:
+    """CONFIG and one option per key of the configuration."""
+    parser.usage = "%(prog)s CONFIG [--section.key VALUE ...] [option ...]"
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="TOML file; the options below override its keys")
+    for name, section in Config.model_fields.items():
+        model: Any = section.annotation
+        group = parser.add_argument_group(f"[{name}]", (model.__doc__ or "").splitlines()[0])
+        for key, field in model.model_fields.items():
+            default = field.default if field.default != "" else '""'
+            text = f"{field.description} (default: {list(default) if isinstance(default, tuple) else default})"
+            option, kind = f"{name}.{key}", _type_name(field.annotation)
+            group.add_argument(f"--{option}", dest=option, metavar=kind, help=text.replace("%", "%%"))
+
+
+def _type_name(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return "|".join(get_args(annotation))
+    if get_origin(annotation) is tuple:
+        return "LIST"
+    return {int: "INT", float: "FLOAT", bool: "true|false", str: "TEXT"}[_plain_type(annotation)]
+
+
+def _plain_type(annotation: Any) -> type:
+    return annotation if isinstance(annotation, type) else get_args(annotation)[0]
+
+
+def _load(options: argparse.Namespace) -> Config:
+    overrides = []
+    for name, section in Config.model_fields.items():
+        model: Any = section.annotation
+        for key, field in model.model_fields.items():
+            text = getattr(options, f"{name}.{key}")
+            if text is not None:
+                overrides.append(f"{name}.{key}={_toml_text(text, field)}")
+    return load_config(options.config, overrides)
+
+
+def _toml_text(text: str, field: FieldInfo) -> str:
+    """The option's text in TOML syntax: quotes around text, brackets around a comma-separated list."""
+    kind = _type_name(field.annotation)
+    if kind == "LIST" and not text.startswith("["):
+        numbers = int in map(_plain_type, get_args(field.annotation)[:1])
+        items = [item.strip() for item in text.split(",") if item.strip()]
+        return f"[{', '.join(items if numbers else [json.dumps(item, ensure_ascii=False) for item in items])}]"
+    if kind in ("LIST", "INT", "FLOAT", "true|false"):
+        return text
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _unknown_option(option: str, parser: Parser) -> str:
+    if not option.startswith("-"):
+        return f"unexpected argument `{option}` (see `{parser.prog} --help`)"
+    known = [name for name in parser._option_string_actions if name.startswith("--")]
+    near = difflib.get_close_matches(option.partition("=")[0], known, n=1, cutoff=0.0)
+    return f"unknown option `{option}`; the nearest known option is `{near[0]}`"
+
+
+def _train(options: argparse.Namespace) -> int:
+    config = _load(options)
+    if options.dry_run:
+        print(dump_toml(config))
+        print("\n".join(plan(config)))
+        return 0
+    from empo2_jax import trainer
+
+    run_dir = trainer.run(config, resume=options.resume, command=["empo2", *options.arguments])
+    print(f"report: {run_dir / 'report.html'}")
+    return 0
+
+
+def plan(config: Config) -> list[str]:
+    """What a run would do, line by line; checks that the environment knows the tasks."""
+    from empo2_jax import assembly
+
+    family = assembly.make_family(config.env, config.evaluation.variations)
+    try:
+        train, panel = family.tasks("train"), family.tasks(config.evaluation.split)
+    finally:
+        family.close()
+    rollout, algorithm = config.rollout, config.algorithm
+    episodes = rollout.tasks_per_iteration * rollout.group_size
+    off = algorithm.p_memory * algorithm.q_off_policy
+    sizes = Counter(task.name for task in panel).values()
+    evaluations = config.evaluation.repeats * sum(min(size, config.evaluation.variations) for size in sizes)
+    return [
+        f"# plan: {config.run.iterations} iterations in {config.run_dir}",
+        f"# tasks: {len({task.name for task in train})} ({len(train)} training variations) of {family.name}",
+        f"# episodes: {rollout.tasks_per_iteration} tasks × {rollout.group_size} = {episodes} per iteration, "
+        f"{episodes * config.run.iterations} in all",
+        f"# steps: at most {config.env.step_limit} per episode, {episodes * config.env.step_limit} per iteration, "
+        f"{episodes * config.env.step_limit * config.run.iterations} in all",
+        f"# modes: {1 - algorithm.p_memory:.3f} on-policy, {algorithm.p_memory - off:.3f} on-policy with memory, "
+        f"{off:.3f} off-policy",
+        f"# evaluation: {evaluations} episodes on {config.evaluation.split} every {config.evaluation.every} iterations",
+        f"# warm start: {config.warmstart.updates} updates",
+    ]
+
+
+def _warmstart(options: argparse.Namespace) -> int:
+    config = _load(options)
+    folder = options.out or config.run_dir / "start"
+    if folder.exists():
+        raise ConfigError(f"{folder}: already there; remove it or choose another --out")
+    from empo2_jax import assembly, trainer
+
+    family = assembly.make_family(config.env, config.evaluation.variations)
+    try:
+        trainer.make_start(config, family, folder)
+    finally:
+        family.close()
+    print(f"start: {folder}")
+    return 0
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    if options.repeats is not None and options.repeats < 1:
+        raise ConfigError(f"--repeats {options.repeats}: at least 1 is allowed")
+    from empo2_jax.trained import evaluate_run
+
+    record = evaluate_run(options.run, options.split, options.repeats, options.step)
+    table = Table("task", "variation", "score", "success", title=f"{record['split']}, checkpoint {record['iteration']}")
+    for row in record["rows"]:
+        mean = sum(row["scores"]) / len(row["scores"])
+        table.add_row(row["task"], str(row["variation"]), f"{mean:.1f}", f"{row['success']:.2f}")
+    Console().print(table)
+    numbers = {key: record[key] for key in ("score", "success", "valid_actions", "complete")}
+    print(
+        " · ".join(
+            f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}" for key, value in numbers.items()
+        )
+    )
+    return 0
+
+
+def _memory_inspect(options: argparse.Namespace) -> int:
+    from empo2_jax.trained import tips_of_run
+
+    tips = tips_of_run(options.run, options.buffer, options.step)
+    print(f"{len(tips)} tips in {len({tip['buffer'] for tip in tips})} buffers")
+    for tip in tips[: options.limit]:
+        print(f"\n{tip['buffer']} · score {tip['score']:.1f} · {tip['episode']} step {tip['step']}\n{tip['content']}")
+    return 0
+
+
+def _hash(options: argparse.Namespace) -> int:
+    from empo2_jax.trained import checkpoint_folder
+
+    store, step = checkpoint_folder(options.run, options.step)
+    print(store.content_hash(step))
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from empo2_jax.checkpoint import CheckpointStore
+
+    results = CheckpointStore(options.run, keep=1).verify()
+    for step, problem in results:
+        print(f"{step}: {problem or 'good'}")
+    if not results:
+        raise ConfigError(f"{options.run}: no checkpoints")
+    return 2 if any(problem for _, problem in results) else 0
+
+
+def _from_gguf(options: argparse.Namespace) -> int:
+    from empo2_jax.models.gguf_weights import convert_gguf
+
+    convert_gguf(options.file, options.out)
+    print(options.out)
+    return 0
+
+
+def _to_hf(options: argparse.Namespace) -> int:
+    from empo2_jax.trained import export_run
+
+    step = export_run(options.run, options.out, options.step)
+    print(f"{options.out}: policy of checkpoint {step}")
+    return 0
+
+
+def _smollm2(options: argparse.Namespace) -> int:
+    from empo2_jax.assets import smollm2
+
+    print(smollm2())
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from empo2_jax.report import write_report
+
+    print(write_report(options.run))
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    config = load_config(options.config) if options.config else None
+    from empo2_jax.doctor import diagnose
+
+    checks = diagnose(config)
+    table = Table("check", "found", "")
+    for check in checks:
+        table.add_row(check.name, check.found, "good" if check.ok else "MISSING" if check.needed else "look at this")
+    Console().print(table)
+    return 1 if any(check.needed and not check.ok for check in checks) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""A run opened again: its trained policy is evaluated or exported, its tips are listed. Nothing is trained here."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+from empo2_jax import assembly
+from empo2_jax.checkpoint import CheckpointStore
+from empo2_jax.config import Config, load_config
+from empo2_jax.errors import CheckpointError, DataError
+from empo2_jax.evaluation import evaluate
+from empo2_jax.learner.step import LearnerState
+from empo2_jax.metrics import read_jsonl
+from empo2_jax.models.hf_weights import save_model
+
+TIPS_FILE = "tips.jsonl"  # of the memory's dump: a header line, then one tip a line
+
+
+def run_config(run_dir: Path) -> Config:
+    """The configuration that a run directory was made with; raises `DataError` if it is none."""
+    path = run_dir / "config.toml"
+    if not path.is_file():
+        raise DataError(f"{run_dir}: not a run directory (no config.toml)")
+    return load_config(path)
+
+
+def checkpoint_folder(run_dir: Path, step: int | None = None) -> tuple[CheckpointStore, int]:
+    """The store of a run and the chosen step (None: the newest good one); raises `CheckpointError` without any."""
+    store = CheckpointStore(run_dir, run_config(run_dir).checkpoint.keep)
+    chosen = store.latest() if step is None else step
+    if chosen is None:
+        raise CheckpointError(f"{run_dir}: no checkpoint")
+    return store, chosen
+
+
+def load_trained(run_dir: Path, step: int | None = None) -> tuple[assembly.Policy, int]:
+    """The policy at a checkpoint and the checkpoint's step; the optimizer is not read."""
+    config = run_config(run_dir)
+    store, chosen = checkpoint_folder(run_dir, step)
+    start = run_dir / "start"
+    policy = assembly.load_policy(config.model, start if start.is_dir() else None)
+    wanted = LearnerState(policy.params, None, None)  # the leaves that are None are absent
+    state, _, _ = store.restore(chosen, wanted, partial=True)
+    nnx.update(policy.model, state.params)
+    return policy, chosen
+
+
+def evaluate_run(
+    run_dir: Path, split: str | None = None, repeats: int | None = None, step: int | None = None
+) -> dict[str, Any]:
+    """Run the panel (no memory, fixed seeds) on a run's checkpoint; the record has the keys of evaluations.jsonl.
+
+    Args:
+        run_dir: The run.
+        split: "train", "dev" or "test"; None as configured.
+        repeats: Episodes per variation; None as configured.
+        step: Checkpoint; None for the newest good one.
+    """
+    config = run_config(run_dir)
+    changes = {name: value for name, value in (("split", split), ("repeats", repeats)) if value is not None}
+    panel = config.evaluation.model_copy(update=changes)
+    policy, chosen = load_trained(run_dir, step)
+    family = assembly.make_family(config.env, panel.variations)
+    try:
+        collector = assembly.make_collector(config, policy, assembly.make_engine(config, policy), family)
+        try:
+            return evaluate(collector, family, panel).record("evaluate", chosen, panel.split)
+        finally:
+            collector.close()
+    finally:
+        family.close()
+
+
+def export_run(run_dir: Path, folder: Path, step: int | None = None) -> int:
+    """Write a run's policy as a new Hugging Face folder with its tokenizer; returns the step it is from."""
+    policy, chosen = load_trained(run_dir, step)
+    params = jax.block_until_ready(policy.params)
+    save_model(folder, params, policy.model.config, tokenizer_folder=policy.folder)
+    return chosen
+
+
+def tips_of_run(run_dir: Path, buffer: str = "", step: int | None = None) -> Sequence[dict[str, Any]]:
+    """Tips of a checkpoint, best score first, those of buffers whose name contains `buffer`."""
+    store, chosen = checkpoint_folder(run_dir, step)
+    problem = store.problem(chosen)
+    if problem is not None:
+        raise CheckpointError(f"{run_dir}: checkpoint {chosen} is corrupt: {problem}")
+    _, *tips = read_jsonl(run_dir / "checkpoints" / str(chosen) / "memory" / TIPS_FILE)
+    return sorted((tip for tip in tips if buffer in tip["buffer"]), key=lambda tip: (-tip["score"], tip["counter"]))

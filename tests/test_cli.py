@@ -1,0 +1,163 @@
+"""The command line as a user meets it: one clear line for a mistake, help for every key, exit codes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from empo2_jax.cli import build_parser, main
+from empo2_jax.config import Config, dump_toml, load_config
+from empo2_jax.metrics import MetricsLog
+from empo2_jax.trained import tips_of_run
+
+TOY = """
+[run]
+name = "tiny"
+[env]
+name = "toy"
+step_limit = 3
+train_variations = 2
+[rollout]
+max_length = 512
+[update]
+buckets = [512]
+[memory]
+embedder = "hashing"
+index = "exact"
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    path = tmp_path / "toy.toml"
+    path.write_text(TOY)
+    return path
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "empo2_jax.cli", *arguments]
+    wide = {**os.environ, "COLUMNS": "1000"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=wide)
+
+
+def test_help_documents_every_key_and_its_default() -> None:
+    shown = run("train", "--help")
+    assert shown.returncode == 0
+    text = " ".join(shown.stdout.split())
+    for name, section in Config():
+        for key, default in section:
+            description = type(section).model_fields[key].description
+            value = '""' if default == "" else list(default) if isinstance(default, tuple) else default
+            assert f"--{name}.{key} " in text
+            assert f"{description} (default: {value})" in text
+
+
+def test_a_mistake_is_one_line_and_exit_code_2_in_a_real_process(config_file: Path) -> None:
+    done = run("train", str(config_file), "--env.workes", "3")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: unknown option `--env.workes`; the nearest known option is `--env.workers`\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("train nowhere.toml", "nowhere.toml: no such configuration file"),
+        ("train {config} --env.workers many", "env.workers = 'many'"),
+        ("train {config} --algorithm.name ppo", "Input should be 'empo2' or 'grpo'"),
+        ("train {config} --run.seed", "expected one argument"),
+        ("train {config} extra", "unexpected argument `extra`"),
+        ("evaluate {folder}", "not a run directory"),
+        ("evaluate {folder} --repeats 0", "at least 1 is allowed"),
+        ("checkpoint hash {folder}", "not a run directory"),
+        ("checkpoint verify {folder}", "no checkpoints"),
+        ("memory inspect {folder}", "not a run directory"),
+        ("report {folder}", "metrics.jsonl: no such file"),
+        ("tarin", "invalid choice: 'tarin'"),
+        ("warmstart {config} --out {folder}", "already there"),
+    ],
+)
+def test_mistakes_are_named(
+    arguments: str, message: str, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([part.format(config=config_file, folder=tmp_path) for part in arguments.split()]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.err.startswith("error: ") and captured.err.count("\n") == 1
+
+
+def test_dry_run_prints_a_configuration_that_can_be_read_and_the_plan(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--run.iterations", "7", "--rollout.group_size=4", "--run.name", "5", "--model.mesh", "1,1,1"]
+    assert main(["train", str(config_file), *options, "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    (tmp_path / "printed.toml").write_text(printed)
+    config = load_config(tmp_path / "printed.toml")
+    assert (config.run.iterations, config.rollout.group_size, config.run.name) == (7, 4, "5")
+    assert "# episodes: 16 tasks × 4 = 64 per iteration, 448 in all" in printed
+    assert "# steps: at most 3 per episode, 192 per iteration, 1344 in all" in printed
+    assert not (tmp_path / "runs").exists()
+
+
+def test_lists_are_given_with_commas_or_as_toml() -> None:
+    parser = build_parser()
+    for text in ("a, b", '["a", "b"]'):
+        known = parser.parse_args(["train", "x.toml", "--env.tasks", text])
+        assert getattr(known, "env.tasks") == text
+
+
+def test_report_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = MetricsLog(tmp_path)
+    log.write(1, {"episode/score": 1.0})
+    log.close()
+    assert main(["report", str(tmp_path)]) == 0
+    assert Path(capsys.readouterr().out.strip()).is_file()
+
+
+def test_interrupt_is_one_line_and_exit_code_130() -> None:
+    script = (
+        "import sys, time; from empo2_jax import cli\n"
+        "def wait(options): print('started', flush=True); time.sleep(60); return 0\n"
+        "cli._report = wait; sys.exit(cli.main(['report', 'some run']))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "started\n"
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert errors == "interrupted; resume with: empo2 report 'some run'\n"
+
+
+def test_tips_of_a_run_are_listed_best_first(tmp_path: Path) -> None:
+    import jax.numpy as jnp
+
+    from empo2_jax.checkpoint import CheckpointStore
+
+    (tmp_path / "config.toml").write_text(dump_toml(Config()))
+    lines = ['{"next_counter": 3}'] + [
+        f'{{"buffer": "toy/{number % 2}", "score": {score}, "counter": {number}, "content": "tip {number}"}}'
+        for number, score in enumerate((1.0, 9.0, 5.0))
+    ]
+    CheckpointStore(tmp_path, keep=1).save(
+        1,
+        state={"w": jnp.zeros(1)},
+        memory_dump=lambda folder: (folder / "tips.jsonl").write_text("\n".join(lines) + "\n") and None,
+        novelty_dump=lambda folder: None,
+        cursor={"metrics_lines": 0},
+    )
+    assert [tip["content"] for tip in tips_of_run(tmp_path)] == ["tip 1", "tip 2", "tip 0"]
+    assert [tip["content"] for tip in tips_of_run(tmp_path, "toy/0")] == ["tip 2", "tip 0"]
+
+
+def test_verify_names_the_bad_checkpoint_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "checkpoints" / "3").mkdir(parents=True)
+    assert main(["checkpoint", "verify", str(tmp_path)]) == 2
+    assert capsys.readouterr().out == "3: manifest.json: No such file or directory\n"

@@ -1,0 +1,165 @@
+"""The configuration: what is read, what is refused and how it is said."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from empo2_jax.config import Config, dump_toml, load_config, parse_config, parse_override
+from empo2_jax.errors import ConfigError
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_defaults_are_the_papers_values() -> None:
+    config = parse_config({})
+    algorithm = config.algorithm
+    assert (algorithm.p_memory, algorithm.q_off_policy) == (0.25, 2 / 3)
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.kl_coefficient) == (0.2, 0.3, 0.0)
+    assert (config.rollout.tasks_per_iteration, config.rollout.group_size) == (16, 8)
+    assert (config.memory.capacity, config.memory.threshold, config.memory.top_k) == (1000, 0.5, 10)
+
+
+def test_every_key_has_a_description() -> None:
+    for _, section in Config():
+        for key, field in type(section).model_fields.items():
+            assert field.description, key
+
+
+@pytest.mark.parametrize(
+    ("values", "unknown", "nearest"),
+    [
+        ({"memory": {"capasity": 3}}, "memory.capasity", "memory.capacity"),
+        ({"memry": {}}, "memry", "memory"),
+        ({"algorithm": {"p_mem": 0.5}}, "algorithm.p_mem", "algorithm.p_memory"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(values: dict[str, Any], unknown: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=f"my.toml: unknown key `{unknown}`; the nearest known key is `{nearest}`"):
+        parse_config(values, "my.toml")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"run": {"seed": "1"}}, r"run\.seed = '1': Input should be a valid integer"),
+        ({"run": {"seed": True}}, r"run\.seed = True"),
+        ({"algorithm": {"p_memory": 1.5}}, r"algorithm\.p_memory = 1\.5: .*less than or equal to 1"),
+        ({"memory": {"eviction": "random"}}, "'fifo' or 'lowest_score'"),
+        ({"rollout": {"top_p": 0.9}}, "training needs top_p = 1"),
+        ({"rollout": {"max_length": 9000}}, r"rollout\.max_length = 9000 exceeds the largest bucket 4608"),
+        ({"algorithm": {"name": "grpo"}}, r"grpo needs algorithm\.p_memory = 0"),
+        ({"update": {"buckets": [1024, 512]}}, "at most 4 increasing lengths"),
+        ({"update": {"buckets": [1, 2, 3, 4, 5]}}, "at most 4 increasing lengths"),
+        ({"update": {"micro_batch_tokens": 100}}, "below the largest bucket 4608"),
+        ({"model": {"mesh": [1, 1]}}, "mesh"),
+    ],
+)
+def test_values_that_cannot_work_are_named(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(values)
+
+
+def test_grpo_without_memory_is_allowed() -> None:
+    assert parse_config({"algorithm": {"name": "grpo", "p_memory": 0.0}}).algorithm.name == "grpo"
+
+
+def test_presets_stack_key_by_key(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    write(tmp_path, "base.toml", "[run]\nseed = 1\nname = 'base'\n[memory]\ntop_k = 3\n")
+    write(tmp_path, "middle.toml", "extends = 'base.toml'\n[run]\nname = 'middle'\n")
+    leaf = write(tmp_path / "sub", "leaf.toml", "extends = '../middle.toml'\n[memory]\ncapacity = 9\n")
+    config = load_config(leaf)
+    assert (config.run.seed, config.run.name, config.memory.top_k, config.memory.capacity) == (1, "middle", 3, 9)
+
+
+def test_a_circle_of_presets_is_an_error(tmp_path: Path) -> None:
+    first = write(tmp_path, "a.toml", "extends = 'b.toml'\n")
+    write(tmp_path, "b.toml", "extends = 'a.toml'\n")
+    with pytest.raises(ConfigError, match=r"a\.toml: `extends` runs in a circle"):
+        load_config(first)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("extends = 'none.toml'", r"none\.toml: no such configuration file"),
+        ("extends = 3", "extends = 3: a file name is allowed"),
+        ("[run", "not valid TOML"),
+        ("run = 3", "run = 3"),
+    ],
+)
+def test_unreadable_files_are_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(tmp_path, "c.toml", text))
+    with pytest.raises(ConfigError, match=r"missing\.toml: no such configuration file"):
+        load_config(tmp_path / "missing.toml")
+
+
+def test_overrides_win_and_are_checked(tmp_path: Path) -> None:
+    path = write(tmp_path, "c.toml", "[run]\nseed = 1\n")
+    config = load_config(path, ["run.seed=4", "run.name=my run", "update.buckets=[8, 4608]"])
+    assert (config.run.seed, config.run.name, config.update.buckets) == (4, "my run", (8, 4608))
+    with pytest.raises(ConfigError, match=r"unknown key `run\.sed`"):
+        load_config(path, ["run.sed=4"])
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("a.b=1", 1),
+        ("a.b=1e-6", 1e-6),
+        ("a.b=true", True),
+        ("a.b=word", "word"),
+        ('a.b="1"', "1"),
+        ("a.b=[1, 2]", [1, 2]),
+    ],
+)
+def test_override_values_are_toml_or_bare_words(text: str, value: Any) -> None:
+    assert parse_override(text) == (["a", "b"], value)
+    assert type(parse_override(text)[1]) is type(value)
+
+
+def test_override_without_value_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"override `run\.seed`"):
+        parse_override("run.seed")
+
+
+@given(
+    name=st.text(st.characters(min_codepoint=32, exclude_characters="\x7f", exclude_categories=["Cs", "Cc"])),
+    rate=st.floats(1e-12, 1e3),
+    tasks=st.lists(st.text("ab\"\\' é", max_size=5), max_size=3),
+    seed=st.integers(0, 2**62),
+    remat=st.booleans(),
+)
+def test_what_is_dumped_reads_back_equal(
+    tmp_path_factory: pytest.TempPathFactory, name: str, rate: float, tasks: list[str], seed: int, remat: bool
+) -> None:
+    config = parse_config(
+        {
+            "run": {"name": name, "seed": seed},
+            "update": {"learning_rate": rate},
+            "env": {"tasks": tasks},
+            "model": {"remat": remat},
+        }
+    )
+    path = tmp_path_factory.getbasetemp() / "round_trip.toml"
+    path.write_text(dump_toml(config), encoding="utf-8")
+    assert load_config(path) == config
+
+
+def test_run_directory_follows_the_name() -> None:
+    assert parse_config({"run": {"name": "x"}}).run_dir == Path("runs/x")
+    assert parse_config({"run": {"name": "x", "dir": "/somewhere"}}).run_dir == Path("/somewhere")
+
+
+def test_sections_are_frozen() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        Config().run.seed = 3

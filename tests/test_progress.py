@@ -1,0 +1,30 @@
+"""Progress: plain lines without a terminal, a live line on one."""
+
+import io
+
+from rich.console import Console
+
+from empo2_jax.progress import RunProgress, clock, summary
+
+
+def test_one_plain_line_per_iteration_without_a_terminal() -> None:
+    console = Console(file=io.StringIO(), force_terminal=False, width=40)
+    with RunProgress(4, done=1, console=console) as progress:
+        assert progress.seconds_left() == 0.0
+        progress.update(2, {"episode/score": 12.34, "episode/success_rate": 0.5, "memory/size": 7, "other": 1.0})
+        progress.note("[evaluating]")
+    lines = console.file.getvalue().splitlines()
+    assert lines[0].startswith("iteration 2/4 · score 12.3 · success 0.50 · tips 7 · 0:00:0")
+    assert lines[1] == "[evaluating]" and len(lines) == 2
+
+
+def test_live_line_on_a_terminal() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    with RunProgress(2, console=console) as progress:
+        progress.update(1, {"reward/mean": 1.5})
+    assert "1/2" in console.file.getvalue() and "reward 1.50" in console.file.getvalue()
+
+
+def test_summary_and_clock() -> None:
+    assert summary({}) == ""
+    assert clock(3725.4) == "1:02:05"
