@@ -196,8 +196,14 @@ class CheckpointStore:
 
     def _write_manifest(self, draft: Path, step: int, content: dict[str, str]) -> None:
         files = {str(path.relative_to(draft)): _hash_file(path) for path in _files(draft)}
-        manifest = {"format": FORMAT, "step": step, "parent": self._parent, "config": self._fingerprint}
-        manifest |= {"content": content, "files": files}
+        manifest = {
+            "format": FORMAT,
+            "step": step,
+            "parent": self._parent,
+            "config": self._fingerprint,
+            "content": content,
+            "files": files,
+        }
         _write_json(draft / "manifest.json", {**manifest, "seal": _seal(manifest)})
 
     def _publish(self, draft: Path, step: int) -> Path:

@@ -7,6 +7,7 @@ import argparse
 import difflib
 import json
 import logging
+import os
 import shlex
 import sys
 from collections import Counter
@@ -18,6 +19,7 @@ from pydantic.fields import FieldInfo
 from rich.console import Console
 from rich.table import Table
 
+from empo2_jax.assets import cache_folder
 from empo2_jax.config import Config, dump_toml, load_config
 from empo2_jax.errors import ConfigError, Empo2Error
 
@@ -38,6 +40,9 @@ class Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
     logging.basicConfig(level=logging.WARNING, format="warning: %(message)s")
+    # Compiled functions are kept between processes: a resumed run or the next seed of a study compiles nothing.
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_folder() / "xla"))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
         known, rest = build_parser().parse_known_args(arguments)
@@ -100,6 +105,12 @@ def build_parser() -> Parser:
 
     report = _command(commands, "report", _report, "write report.html from the files of a run")
     report.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    study = _command(commands, "study", _study, "run a grid of arms and seeds and compare them")
+    study.add_argument("study", type=Path, metavar="STUDY", help="TOML file with base, seeds, reference and arms")
+    study.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the runs and results.json go")
+    study.add_argument("--seeds", type=int, metavar="N", help="first N seeds (default: as in the file)")
+    study.add_argument("--jobs", type=int, default=2, metavar="N", help="runs at the same time (default: 2)")
+    study.add_argument("--arms", default="", metavar="A,B", help="only these arms (default: all)")
     doctor = _command(commands, "doctor", _doctor, "check this machine; non-zero exit if something needed is missing")
     doctor.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="check for this configuration")
     return parser
@@ -135,7 +146,8 @@ def _type_name(annotation: Any) -> str:
         return "|".join(get_args(annotation))
     if get_origin(annotation) is tuple:
         return "LIST"
-    return {int: "INT", float: "FLOAT", bool: "true|false", str: "TEXT"}[_plain_type(annotation)]
+    names: dict[type, str] = {int: "INT", float: "FLOAT", bool: "true|false", str: "TEXT"}
+    return names[_plain_type(annotation)]
 
 
 def _plain_type(annotation: Any) -> type:
@@ -307,6 +319,13 @@ def _report(options: argparse.Namespace) -> int:
 
     print(write_report(options.run))
     return 0
+
+
+def _study(options: argparse.Namespace) -> int:
+    from empo2_jax.study import run_study
+
+    arms = tuple(filter(None, options.arms.split(",")))
+    return 0 if run_study(options.study, options.out, options.seeds, options.jobs, arms) else 1
 
 
 def _doctor(options: argparse.Namespace) -> int:

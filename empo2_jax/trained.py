@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from empo2_jax import assembly
@@ -42,7 +43,7 @@ def load_trained(run_dir: Path, step: int | None = None) -> tuple[assembly.Polic
     store, chosen = checkpoint_folder(run_dir, step)
     start = run_dir / "start"
     policy = assembly.load_policy(config.model, start if start.is_dir() else None)
-    wanted = LearnerState(policy.params, None, None)  # the leaves that are None are absent
+    wanted = LearnerState(policy.params, None, jnp.int32(0))  # None has no leaves: the moments are not read
     state, _, _ = store.restore(chosen, wanted, partial=True)
     nnx.update(policy.model, state.params)
     return policy, chosen

@@ -215,7 +215,11 @@ def test_toy_episode_with_a_tip_is_solved_in_two_steps():
     place, room = toy.SECRETS[0]
     family = toy.family(variations=1)
     memory = empty_memory(0.1)
-    acts = spoken(word_chat(), lambda r: f"look in the {place}" if len(r.prompt_ids) < 40 else f"try the {room}")
+    close = word_chat().close_id  # closes the user's turn, then the first answer
+    acts = spoken(
+        word_chat(),
+        lambda request: f"try the {room}" if request.prompt_ids.tolist().count(close) > 1 else f"look in the {place}",
+    )
     (episode,) = run(
         family, family_assignments(family), script=acts, memory=memory, writer=ScriptedTipWriter(family), step_limit=3
     )
