@@ -1,8 +1,8 @@
 """A grid of arms × seeds: each run in its own process, finished runs are kept, one row per seed.
 
 A study is a TOML file: `base` (a configuration), `seeds`, `reference` (an arm) and `[arms.NAME]` tables of overrides.
-A run's result is its last evaluation without memory. The interval is the 95 % bootstrap interval of the mean paired
-difference (same seeds) against the reference arm.
+A run's result is its last evaluation without memory. The first arm is compared with every other one: mean paired
+difference over seeds with its 95 % bootstrap interval.
 """
 
 import json
@@ -66,10 +66,9 @@ def _toml(value: Any) -> str:
 
 
 def run_study(path: Path, out: Path, seeds: int | None = None, jobs: int = 2, arms: Sequence[str] = ()) -> bool:
-    """Run what is missing, print the table, write `out/results.json`.
+    """Run what is missing, print the tables, write `out/results.json`.
 
-    Returns whether the interval of every other arm's difference from the reference (the arm under test minus the
-    others) lies above 0 for the arm named first in the file.
+    Returns whether the interval of the first arm's paired difference from the reference lies above 0.
     """
     study = load_study(path)
     count = seeds or study.seeds

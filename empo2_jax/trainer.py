@@ -24,7 +24,7 @@ from empo2_jax.checkpoint import CheckpointStore, RunLock, check_same_run, finge
 from empo2_jax.config import Config, dump_toml, load_config
 from empo2_jax.data.packing import pack
 from empo2_jax.data.rows import build_rows, drop_unlikely_steps, minibatches, token_weights
-from empo2_jax.errors import CheckpointError
+from empo2_jax.errors import CheckpointError, ConfigError
 from empo2_jax.evaluation import evaluate
 from empo2_jax.learner.ledgers import fill, scorer
 from empo2_jax.learner.optim import policy_optimizer
@@ -361,6 +361,8 @@ class Stopwatch:
 
 def draw_tasks(tasks: Sequence[Task], count: int, seed: int, iteration: int) -> list[Task]:
     """`count` tasks of one iteration: without repeats as far as there are tasks, then again from a new shuffle."""
+    if not tasks:
+        raise ConfigError("env.tasks: the train split has no task")
     drawn: list[Task] = []
     while len(drawn) < count:
         order = generator(seed, "tasks", iteration, len(drawn)).permutation(len(tasks))

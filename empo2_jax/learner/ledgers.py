@@ -18,7 +18,7 @@ from empo2_jax.learner.step import Learner
 from empo2_jax.ops.ratios import truncated_rollout_weight
 from empo2_jax.types import Episode, Mode, Row
 
-Values = list[Float32[np.ndarray, " T"]]
+Values = list[Float32[np.ndarray, " _"]]  # one array per row, T values each
 Score = Callable[[Sequence[Row]], Values]
 
 
@@ -57,7 +57,7 @@ def fill(
     if off_policy and (denominator == "behavior" or correction_cap is not None):
         tipped = acting_rows(episodes)
         acting = transfer(tipped, score(tipped), rows, own)
-    references: Sequence[Float32[np.ndarray, " T"] | None] = reference(rows) if reference else [None] * len(rows)
+    references: Sequence[Float32[np.ndarray, " _"] | None] = reference(rows) if reference else [None] * len(rows)
     filled = [
         replace(
             row,

@@ -54,29 +54,4 @@ def init_moments(optimizer: Optimizer, params: Any) -> tuple[Any, Sharding]:
 def descend(optimizer: Optimizer, params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any, Float32[Array, ""]]:
     """One step: new parameters, new optimizer state, global norm of the gradient before clipping."""
     changes, opt_state = optimizer.update(grads, opt_state, params)
-    return optax.apply_updates(params, changes), opt_state, optax.global_norm(grads)
-
-
-def scalar_sharding(params: Any) -> Sharding:
-    """Where a single number that goes with `params` lies: on all of their devices."""
-    first = jax.tree.leaves(params)[0].sharding
-    return NamedSharding(first.mesh, PartitionSpec()) if isinstance(first, NamedSharding) else first
-
-
-def init_moments(optimizer: Optimizer, params: Any) -> Any:
-    """Optimizer state in which moments take the sharding of their parameter (plain `init` leaves them unsharded)."""
-    scalar = scalar_sharding(params)
-    placement = optax.tree.map_params(
-        optimizer,
-        lambda _, param: param.sharding,
-        jax.eval_shape(optimizer.init, params),
-        params,
-        transform_non_params=lambda _: scalar,
-    )
-    return jax.jit(optimizer.init, out_shardings=placement)(params)
-
-
-def descend(optimizer: Optimizer, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any, Float32[Array, ""]]:
-    """(new params, new optimizer state, global gradient norm before clipping)."""
-    changes, opt_state = optimizer.update(grads, opt_state, params)
-    return optax.apply_updates(params, changes), opt_state, optax.global_norm(grads)
+    return optax.apply_updates(params, changes), opt_state, optax.tree.norm(grads)

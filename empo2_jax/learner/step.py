@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Sharding
 from jaxtyping import Array, Float32, Int32
 
 from empo2_jax.learner.optim import Optimizer, descend, init_moments
@@ -49,7 +50,7 @@ class Learner:
         self._grad = jax.jit(jax.value_and_grad(self._loss, has_aux=True), static_argnames="capacity")
         self._logprobs = jax.jit(self._forward, static_argnames="capacity")
         self._add = jax.jit(partial(jax.tree.map, jnp.add), donate_argnums=0)
-        self._apply = jax.jit(self._descend, donate_argnums=0)
+        self._apply = jax.jit(self._descend, static_argnames="placement", donate_argnums=0)
 
     def init(self, params: Any) -> LearnerState:
         """State at the start; moments take the sharding of their parameter."""
@@ -69,7 +70,8 @@ class Learner:
             item = (grads, {**sums, "loss": loss})
             total = item if total is None else self._add(total, item)
         grads, sums = total
-        state, norm = self._apply(state, grads)
+        placement = tuple(leaf.sharding for leaf in jax.tree.leaves(state))
+        state, norm = self._apply(state, grads, placement=placement)
         return state, {name: np.asarray(value) for name, value in {**sums, "grad_norm": norm}.items()}
 
     def _forward(self, params: Any, batch: TrainBatch, capacity: int) -> tuple[Array, Array]:
@@ -92,9 +94,12 @@ class Learner:
     def _loss(self, params: Any, batch: TrainBatch, capacity: int) -> tuple[Array, dict[str, Array]]:
         return self._objective(*self._forward(params, batch, capacity), batch)
 
-    def _descend(self, state: LearnerState, grads: Any) -> tuple[LearnerState, Array]:
+    def _descend(self, state: LearnerState, grads: Any, placement: tuple[Sharding, ...]) -> tuple[LearnerState, Array]:
         params, opt_state, norm = descend(self._optimizer, state.params, state.opt_state, grads)
-        return LearnerState(params, opt_state, state.updates + 1), norm
+        new = LearnerState(params, opt_state, state.updates + 1)
+        # Left alone, the compiler shards what was replicated, and the next update compiles again.
+        where = jax.tree.unflatten(jax.tree.structure(new), placement)
+        return jax.lax.with_sharding_constraint(new, where), norm
 
 
 def supervised_loss(

@@ -46,7 +46,8 @@ class Chat:
         first = tokenizer.chat_text([*system, user], True)
         whole = tokenizer.chat_text([*system, user, answer, user], True)
         closed = tokenizer.chat_text([*system, user, answer], False)
-        if first.count(_USER) != 1 or whole.count(_ANSWER) != 1 or not whole.startswith(first + _ANSWER):
+        kept = whole.startswith(first + _ANSWER) and closed.startswith(first + _ANSWER)
+        if first.count(_USER) != 1 or whole.count(_USER) != 2 or whole.count(_ANSWER) != 1 or not kept:
             raise DataError("chat template: a user turn must appear once and earlier turns must not change")
         self._open = tuple(first.split(_USER))
         self._next = tuple(whole.removeprefix(first + _ANSWER).split(_USER))

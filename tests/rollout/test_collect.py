@@ -29,7 +29,13 @@ TIPS_WORD = "earlier"  # stands in every block of tips and nowhere else
 
 
 def run(
-    family: Any, assignments: list[Assignment], *, script: Any = None, memory: Any = None, writer: Any = None, **how: Any
+    family: Any,
+    assignments: list[Assignment],
+    *,
+    script: Any = None,
+    memory: Any = None,
+    writer: Any = None,
+    **how: Any,
 ) -> list[Episode]:
     engine = ReplayEngine(script or babble(word_chat()))
     collector = make_collector(engine, family, **how)
@@ -69,9 +75,7 @@ def test_bare_ids_are_the_templates_rendering_of_the_messages_without_tips():
     steps = 30
     said = spoken(word_chat(), lambda request: f"look in the {toy.PLACES[int(request.key[0]) % 16]}")
     memory = taught(steps)
-    (episode,) = run(
-        CorridorFamily(steps), [Assignment("a", corridor(), Mode.OFF_POLICY)], memory=memory, script=said
-    )
+    (episode,) = run(CorridorFamily(steps), [Assignment("a", corridor(), Mode.OFF_POLICY)], memory=memory, script=said)
     messages: list[Message] = []
     for number, step in enumerate(episode.steps):
         text = f"{episode.goal} {step.observation}" if number == 0 else step.observation

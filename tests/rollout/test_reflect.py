@@ -115,7 +115,13 @@ def test_no_tip_without_room_or_with_a_failing_engine():
 
 @pytest.mark.parametrize(
     ("text", "line"),
-    [("", ""), ("  \n\t\n", ""), ("a  tip\twith   gaps ", "a tip with gaps"), ("\n\n one \n two", "one"), ("x\r\ny", "x")],
+    [
+        ("", ""),
+        ("  \n\t\n", ""),
+        ("a  tip\twith   gaps ", "a tip with gaps"),
+        ("\n\n one \n two", "one"),
+        ("x\r\ny", "x"),
+    ],
 )
 def test_a_tip_is_one_line(text: str, line: str):
     assert one_line(text) == line
@@ -125,7 +131,10 @@ def test_a_tip_is_one_line(text: str, line: str):
 def test_scripted_tips_are_the_facts_of_the_house(house: int):
     family = toy.family()
     place, room = toy.SECRETS[house]
-    plays = [["look in the drawer", f"look in the {place}", "try the hall"], [f"look in the {place}", f"try the {room}"]]
+    plays = [
+        ["look in the drawer", f"look in the {place}", "try the hall"],
+        [f"look in the {place}", f"try the {room}"],
+    ]
     plays += [["look in the drawer"] * 2 + ["nothing"], ["wait"] * 3]
     expected = [
         f"the bulb is not in the drawer . the bulb is in the {place} . the lamp is not in the hall .",

@@ -1,1 +1,0 @@
-"""Weights from the learner to the engines."""

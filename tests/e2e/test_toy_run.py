@@ -1,0 +1,137 @@
+"""The main job on the toy world, through the command line: what a run leaves, its numbers, its determinism."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from empo2_jax.checkpoint import CheckpointStore
+from empo2_jax.cli import main
+from empo2_jax.metrics import read_jsonl, read_metrics, untimed
+from tests.fixtures.processes import empo2, train_arguments
+
+pytestmark = pytest.mark.medium
+
+GOLDEN = Path(__file__).parent / "golden/toy.json"
+DOCUMENTED = """
+reward/mean reward/std reward/intrinsic_mean episode/score episode/success_rate episode/length episode/valid_actions
+actor/entropy actor/grad_norm actor/pg_loss actor/pg_clipfrac actor/kl actor/updates
+mismatch/kl mismatch/logprob_abs_diff mismatch/logprob_abs_diff_max
+empo2/on/reward empo2/on/ratio empo2/on/clipfrac empo2/on/masked empo2/on/ess
+memory/size memory/evictions memory/hits memory/hit_rate novelty/size
+timing_s/rollout timing_s/update timing_s/iteration total/environment_steps total/prompt_tokens total/tip_calls
+""".split()
+
+
+def content_hash(run_dir: Path) -> str:
+    return CheckpointStore(run_dir, keep=9).content_hash()
+
+
+def train(run_dir: Path, *more: str) -> Path:
+    assert main(train_arguments(run_dir, *more)) == 0
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    run_dir = tmp_path_factory.mktemp("toy") / "run"
+    done = empo2(*train_arguments(run_dir, "--run.tensorboard", "true"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    return run_dir, done
+
+
+@pytest.fixture(scope="module")
+def toy_run(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> Path:
+    return finished[0]
+
+
+def test_the_run_directory_has_all_that_is_promised(toy_run: Path) -> None:
+    files = {path.relative_to(toy_run).as_posix() for path in toy_run.rglob("*") if path.is_file()}
+    assert {
+        "config.toml",
+        "metrics.jsonl",
+        "evaluations.jsonl",
+        "report.html",
+        "episodes/1.jsonl",
+        "episodes/2.jsonl",
+        *(f"checkpoints/{step}/{name}" for step in (0, 1, 2) for name in ("manifest.json", "cursor.json")),
+    } <= files
+    for folder in ("tensorboard", "checkpoints/2/state", "checkpoints/2/memory", "checkpoints/2/novelty"):
+        assert any(name.startswith(f"{folder}/") for name in files), folder
+    assert not [name for name in files if ".tmp" in name or ".draft" in name]
+    assert [record["label"] for record in read_jsonl(toy_run / "evaluations.jsonl")] == ["start", "end"]
+    assert len(read_jsonl(toy_run / "episodes/1.jsonl")) == 16
+
+
+def test_progress_is_a_line_per_iteration_and_the_report_is_named(
+    finished: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    run_dir, done = finished
+    assert done.stdout == f"report: {run_dir / 'report.html'}\n"
+    assert [line.split(" · ")[0] for line in done.stderr.splitlines()] == ["iteration 1/2", "iteration 2/2"]
+
+
+def test_metrics_are_named_as_documented_and_finite(toy_run: Path) -> None:
+    records = read_metrics(toy_run)
+    assert [record["iteration"] for record in records] == [1, 2]
+    for record in records:
+        assert not [name for name in DOCUMENTED if name not in record]
+        assert not [name for name, value in record.items() if isinstance(value, str)], "NaN or infinity"
+    assert {"val/score", "val/success_rate"} <= records[-1].keys()
+    assert records[-1]["actor/grad_norm"] > 0, "nothing was learned from"
+
+
+def test_engine_and_trainer_agree_and_the_first_ratio_is_one(toy_run: Path) -> None:
+    for record in read_metrics(toy_run):
+        assert record["mismatch/logprob_abs_diff_max"] <= 1e-5
+        assert record["actor/updates"] == 1, "the ratios below are those of a first mini-batch"
+        ratios = [value for name, value in record.items() if name.startswith("empo2/") and name.endswith("/ratio")]
+        assert ratios and set(ratios) == {1.0}
+        assert record["actor/pg_clipfrac"] == 0
+
+
+def test_same_seed_same_run_in_another_process_and_other_seed_another(toy_run: Path, tmp_path: Path) -> None:
+    again = train(tmp_path / "again")
+    assert untimed(read_metrics(again)) == untimed(read_metrics(toy_run))
+    assert content_hash(again) == content_hash(toy_run)
+    for name in ("evaluations.jsonl", "episodes/1.jsonl", "episodes/2.jsonl"):
+        assert (again / name).read_bytes() == (toy_run / name).read_bytes(), name
+    other = train(tmp_path / "other", "--run.seed", "1", "--run.iterations", "1")
+    assert untimed(read_metrics(other))[0] != untimed(read_metrics(toy_run))[0]
+    assert CheckpointStore(other, keep=9).content_hash(1) != CheckpointStore(toy_run, keep=9).content_hash(1)
+
+
+def test_empo2_without_memory_and_novelty_is_grpo_bit_for_bit(tmp_path: Path) -> None:
+    options = ("--algorithm.p_memory", "0", "--intrinsic.kind", "none")
+    empo2_run = train(tmp_path / "empo2", *options)
+    grpo_run = train(tmp_path / "grpo", *options, "--algorithm.name", "grpo")
+    assert untimed(read_metrics(empo2_run)) == untimed(read_metrics(grpo_run))
+    assert content_hash(empo2_run) == content_hash(grpo_run)
+
+
+def test_commands_on_the_finished_run(toy_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def output(*arguments: str) -> str:
+        assert main(arguments) == 0
+        return capsys.readouterr().out
+
+    assert output("checkpoint", "hash", str(toy_run)).strip() == content_hash(toy_run)
+    assert output("checkpoint", "verify", str(toy_run)) == "0: good\n1: good\n2: good\n"
+    size = int(read_metrics(toy_run)[-1]["memory/size"])
+    assert output("memory", "inspect", str(toy_run), "--limit", "1").startswith(f"{size} tips in ")
+    assert "checkpoint 2" in output("evaluate", str(toy_run), "--repeats", "1")
+    (toy_run / "report.html").unlink()
+    assert output("report", str(toy_run)).strip() == str(toy_run / "report.html")
+    assert (toy_run / "report.html").stat().st_size > 10_000
+
+
+def test_golden_numbers(toy_run: Path) -> None:
+    """Re-record after a deliberate change: `EMPO2_RECORD_GOLDEN=1 python -m pytest tests/e2e -k golden`."""
+    record = read_metrics(toy_run)[0]
+    golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
+    if os.environ.get("EMPO2_RECORD_GOLDEN"):
+        golden["metrics"] = {name: record[name] for name in golden["metrics"]}
+        GOLDEN.write_text(json.dumps(golden, indent=2) + "\n", encoding="utf-8")
+    tolerance = golden["tolerance"]
+    assert {name: record[name] for name in golden["metrics"]} == pytest.approx(golden["metrics"], abs=tolerance)

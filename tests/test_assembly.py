@@ -1,0 +1,41 @@
+"""Names in the configuration become objects, or one clear error."""
+
+import pytest
+
+from empo2_jax.assembly import load_policy, make_family, make_index, model_folder
+from empo2_jax.config import Config, parse_config
+from empo2_jax.errors import ConfigError, DataError
+from empo2_jax.memory.exact_index import ExactIndex
+from empo2_jax.memory.scann_index import ScannIndex
+
+
+def test_unknown_environment_is_named() -> None:
+    config = parse_config({"env": {"name": "toys"}})
+    with pytest.raises(ConfigError, match="toys.*no such environment"):
+        make_family(config.env, 1)
+
+
+def test_unknown_task_names_the_nearest() -> None:
+    config = parse_config({"env": {"name": "toy", "tasks": ["bulbs"]}})
+    with pytest.raises(ConfigError, match="'bulb'"):
+        make_family(config.env, 1)
+
+
+def test_indexes_by_name() -> None:
+    assert make_index(parse_config({"memory": {"index": "scann"}}).memory) is ScannIndex
+    assert make_index(parse_config({"memory": {"index": "exact"}}).memory) is ExactIndex
+
+
+def test_missing_model_folder_is_an_error() -> None:
+    with pytest.raises(DataError, match="no such folder"):
+        model_folder("./nowhere")
+
+
+def test_a_mesh_needs_its_devices() -> None:
+    config = parse_config({"model": {"path": "toy", "mesh": [64, 1, 1]}})
+    with pytest.raises(ConfigError, match="needs 64 devices"):
+        load_policy(config.model)
+
+
+def test_defaults_are_a_valid_configuration() -> None:
+    assert Config().algorithm.off_policy_denominator == "student"
