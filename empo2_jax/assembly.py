@@ -68,7 +68,7 @@ def load_policy(config: ModelConfig, folder: Path | None = None) -> Policy:
         raise ConfigError(f"model.mesh = {list(config.mesh)} needs {count} devices; there are {jax.device_count()}")
     mesh = make_mesh(jax.devices()[:count], *config.mesh)
     model = load_model(folder, dtype=config.compute_dtype, mesh=mesh)
-    tokenizer.check_fits(model.config.vocab_size)
+    tokenizer.check_fits(model.config.vocab_size, folder)
     return Policy(model, tokenizer, folder)
 
 

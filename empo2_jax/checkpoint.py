@@ -12,7 +12,9 @@ import json
 import logging
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,6 +37,22 @@ MAY_DIFFER = (  # keys that a resumed run may change: they do not reach the numb
 _log = logging.getLogger(__name__)
 
 
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits for the end of the block: Orbax's threads answer it with tracebacks."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, or someone else's
+        yield
+        return
+    pressed = []
+    signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if pressed:
+        raise KeyboardInterrupt
+
+
 class CheckpointStore:
     """The checkpoints of one run directory. One writer at a time (see `RunLock`); readers are free."""
 
@@ -52,6 +70,7 @@ class CheckpointStore:
             return []
         return sorted(int(path.name) for path in self._folder.iterdir() if path.name.isdecimal())
 
+    @_uninterrupted()
     def save(
         self,
         step: int,
@@ -114,6 +133,7 @@ class CheckpointStore:
             raise CheckpointError(f"{self._folder}: no usable checkpoint; the newest is bad: {bad[0]}")
         return None
 
+    @_uninterrupted()
     def restore(self, step: int, abstract_state: Any, *, partial: bool = False) -> tuple[Any, Path, dict[str, Any]]:
         """Verify and load one step.
 

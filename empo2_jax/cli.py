@@ -9,9 +9,12 @@ import json
 import logging
 import os
 import shlex
+import signal
 import sys
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
@@ -49,7 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if rest:
             raise ConfigError(_unknown_option(rest[0], known.options))
         known.arguments = arguments
-        return known.call(known)
+        with _no_interrupt_lost():
+            return known.call(known)
     except Empo2Error as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -59,6 +63,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"interrupted; resume with: empo2 {shlex.join(arguments)}", file=sys.stderr)
         return 130
+
+
+@contextmanager
+def _no_interrupt_lost() -> Iterator[None]:
+    """Send Ctrl-C again when it struck in a callback of the garbage collector, where Python drops the exception."""
+    before = sys.unraisablehook
+
+    def hook(dropped: Any) -> None:
+        if dropped.exc_type is KeyboardInterrupt:
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+        else:
+            before(dropped)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 def build_parser() -> Parser:

@@ -11,7 +11,7 @@ from empo2_jax.memory.scann_index import ScannIndex
 
 def test_unknown_environment_is_named() -> None:
     config = parse_config({"env": {"name": "toys"}})
-    with pytest.raises(ConfigError, match="toys.*no such environment"):
+    with pytest.raises(ConfigError, match=r"toys.*no such environment"):
         make_family(config.env, 1)
 
 

@@ -142,18 +142,18 @@ class ToyFamily:
     def demonstrations(self, split: str, count: int, seed: int) -> list[list[Message]]:
         """Chats of an expert with a misleading prior, in houses of random names and secrets.
 
-        A life is six episodes in one house. Without tips the expert trusts common sense (`SURPRISE` of mass on all
-        that is unusual); with tips it goes where a tip says something is, avoids where a tip says nothing is, and
-        else prefers the usual. Every episode ends with its tip.
+        A life is six episodes in one house; most lives begin with a tip of somebody who found something. Without tips
+        the expert trusts common sense (`SURPRISE` of mass on all that is unusual); with tips it goes where a tip says
+        something is, avoids where a tip says nothing is, and else prefers the usual. Every episode ends with its tip.
         """
         chats: list[list[Message]] = []
         for life in range(-(-count // 6)):
             rng = generator(seed, "toy-life", split, life)
             secret = (PLACES[rng.integers(len(PLACES))], ROOMS[rng.integers(len(ROOMS))])
             house = HOUSES[rng.integers(len(HOUSES))]
-            memory: list[tuple[float, str]] = []
+            memory = [_insider_tip(secret, rng)] if rng.random() < 0.6 else []
             for _ in range(6):
-                with_tips = bool(rng.random() < 0.6)
+                with_tips = bool(rng.random() < 0.7)
                 chats.append(self._demonstrate(house, secret, memory, with_tips, rng))
         return chats[:count]
 
@@ -187,6 +187,18 @@ class ToyFamily:
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+def _insider_tip(secret: tuple[str, str], rng: np.random.Generator) -> tuple[float, str]:
+    """Score and content of a tip by somebody who found the bulb, and the lamp in half of the cases."""
+    place, room = secret
+    found = rng.random() < 0.5
+    wrong = [name for name in ROOMS if name != room]
+    rooms = [f"the lamp is not in the {wrong[index]} ." for index in rng.permutation(len(wrong))[: rng.integers(3)]]
+    if found:
+        rooms = [*rooms[:1], f"the lamp is in the {room} ."]
+    score = 100.0 if found else 30.0
+    return score, tip_entry(" ".join([f"the bulb is in the {place} .", *rooms]), f"look in the {place}", score)
 
 
 def _fact(observation: str) -> str:

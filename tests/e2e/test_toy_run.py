@@ -15,14 +15,40 @@ from tests.fixtures.processes import empo2, train_arguments
 pytestmark = pytest.mark.medium
 
 GOLDEN = Path(__file__).parent / "golden/toy.json"
-DOCUMENTED = """
-reward/mean reward/std reward/intrinsic_mean episode/score episode/success_rate episode/length episode/valid_actions
-actor/entropy actor/grad_norm actor/pg_loss actor/pg_clipfrac actor/kl actor/updates
-mismatch/kl mismatch/logprob_abs_diff mismatch/logprob_abs_diff_max
-empo2/on/reward empo2/on/ratio empo2/on/clipfrac empo2/on/masked empo2/on/ess
-memory/size memory/evictions memory/hits memory/hit_rate novelty/size
-timing_s/rollout timing_s/update timing_s/iteration total/environment_steps total/prompt_tokens total/tip_calls
-""".split()
+DOCUMENTED = [
+    "reward/mean",
+    "reward/std",
+    "reward/intrinsic_mean",
+    "episode/score",
+    "episode/success_rate",
+    "episode/length",
+    "episode/valid_actions",
+    "actor/entropy",
+    "actor/grad_norm",
+    "actor/pg_loss",
+    "actor/pg_clipfrac",
+    "actor/kl",
+    "actor/updates",
+    "mismatch/kl",
+    "mismatch/logprob_abs_diff",
+    "mismatch/logprob_abs_diff_max",
+    "empo2/on/reward",
+    "empo2/on/ratio",
+    "empo2/on/clipfrac",
+    "empo2/on/masked",
+    "empo2/on/ess",
+    "memory/size",
+    "memory/evictions",
+    "memory/hits",
+    "memory/hit_rate",
+    "novelty/size",
+    "timing_s/rollout",
+    "timing_s/update",
+    "timing_s/iteration",
+    "total/environment_steps",
+    "total/prompt_tokens",
+    "total/tip_calls",
+]
 
 
 def content_hash(run_dir: Path) -> str:

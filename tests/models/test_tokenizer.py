@@ -80,9 +80,9 @@ def test_stop_ids_start_with_the_generation_config(tmp_path: Path) -> None:
 
 def test_a_token_without_an_embedding_is_refused(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write(tmp_path))
-    tokenizer.check_fits(len(VOCAB))
+    tokenizer.check_fits(len(VOCAB), tmp_path)
     with pytest.raises(DataError, match=f"ids up to {len(VOCAB) - 1}, the model's vocab_size is {len(VOCAB) - 1}"):
-        tokenizer.check_fits(len(VOCAB) - 1)
+        tokenizer.check_fits(len(VOCAB) - 1, tmp_path)
 
 
 def test_missing_parts_are_named(tmp_path: Path) -> None:

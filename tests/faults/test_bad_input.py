@@ -1,0 +1,102 @@
+"""What a user can get wrong, in real processes: one clear line on standard error, exit code 2, nothing written over."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from empo2_jax.assets import toy_start
+from tests.fixtures.processes import TOY, empo2, train_arguments
+
+pytestmark = pytest.mark.medium
+
+
+def refused(*arguments: str) -> str:
+    """The one line with which `empo2` refuses."""
+    done = empo2(*arguments)
+    assert done.returncode == 2, done.stderr[-3000:]
+    (line,) = done.stderr.splitlines()
+    assert done.stdout == ""
+    assert line.startswith("error: ")
+    return line
+
+
+def policy(tmp_path: Path) -> Path:
+    """A copy of the toy's start policy, to be damaged."""
+    return Path(shutil.copytree("/tmp/tsr", tmp_path / "policy"))
+
+
+def truncated_weights(tmp_path: Path) -> tuple[Path, tuple[str, ...]]:
+    folder = policy(tmp_path)
+    (weights,) = folder.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    return folder, (str(weights), "truncated")
+
+
+def tokenizer_beyond_the_vocabulary(tmp_path: Path) -> tuple[Path, tuple[str, ...]]:
+    folder = policy(tmp_path)
+    size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text(encoding="utf-8"))
+    tokenizer["model"]["vocab"]["beyond"] = size
+    file.write_text(json.dumps(tokenizer), encoding="utf-8")
+    return folder, (str(folder), f"ids up to {size}", f"vocab_size is {size}")
+
+
+def no_such_folder(tmp_path: Path) -> tuple[Path, tuple[str, ...]]:
+    folder = tmp_path / "nowhere"
+    return folder, ("model.path", str(folder), "no such folder")
+
+
+@pytest.mark.parametrize("damage", [no_such_folder, truncated_weights, tokenizer_beyond_the_vocabulary])
+def test_policy_that_cannot_be_used(
+    damage: Callable[[Path], tuple[Path, tuple[str, ...]]], tmp_path: Path
+) -> None:
+    folder, said = damage(tmp_path)
+    line = refused(*train_arguments(tmp_path / "run", "--model.path", str(folder)))
+    assert all(part in line for part in said), line
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--env.tasks", "chandelier"), ("chandelier", "bulb")),
+        (("--env.train_variations", "999"), ("env.train_variations = 999", "1 to 8")),
+    ],
+    ids=["task", "variation"],
+)
+def test_world_without_such_a_task(options: tuple[str, ...], said: tuple[str, ...], tmp_path: Path) -> None:
+    line = refused(*train_arguments(tmp_path / "run", *options))
+    assert all(part in line for part in said), line
+
+
+def test_unknown_key_names_the_nearest(tmp_path: Path) -> None:
+    config = tmp_path / "mine.toml"
+    config.write_text(f'extends = "{TOY}"\n[rollout]\ngroup_sizes = 4\n')
+    line = refused("train", str(config), "--run.dir", str(tmp_path / "run"))
+    assert "unknown key `rollout.group_sizes`" in line and "`rollout.group_size`" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_contradictory_keys(tmp_path: Path) -> None:
+    line = refused(*train_arguments(tmp_path / "run", "--algorithm.name", "grpo"))
+    assert "algorithm.p_memory = 0" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_run_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    line = refused(*train_arguments(tmp_path / "file/run"))
+    assert f"{tmp_path / 'file/run'}: cannot be written" in line
+
+
+def test_run_directory_of_another_config(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    refused(*train_arguments(run_dir, "--model.path", str(tmp_path / "nowhere")))  # claims the folder, then fails
+    before = (run_dir / "config.toml").read_bytes()
+    line = refused(*train_arguments(run_dir, "--run.seed", "7"))
+    assert str(run_dir) in line and "run.seed = 0" in line and "now it is 7" in line
+    assert (run_dir / "config.toml").read_bytes() == before
