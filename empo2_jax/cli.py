@@ -253,11 +253,11 @@ def _warmstart(options: argparse.Namespace) -> int:
     folder = options.out or config.run_dir / "start"
     if folder.exists():
         raise ConfigError(f"{folder}: already there; remove it or choose another --out")
-    from empo2_jax import assembly, trainer
+    from empo2_jax import assembly, warmstart
 
     family = assembly.make_family(config.env, config.evaluation.variations)
     try:
-        trainer.make_start(config, family, folder)
+        warmstart.make_start(config, family, folder)
     finally:
         family.close()
     print(f"start: {folder}")

@@ -57,14 +57,19 @@ class RunProgress:
             self.note(f"{self._unit} {done}/{self._total} · {text}")
 
     def note(self, text: str) -> None:
-        """One line above the live display, for example `evaluating`."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        """One line above the live display."""
+        note(text, self._console)
 
     def seconds_left(self) -> float:
         """Estimate from the mean duration of the iterations of this process; 0 before the first."""
         fresh = self._done - self._begin
         elapsed = time.monotonic() - self._started
         return elapsed / fresh * (self._total - self._done) if fresh > 0 else 0.0
+
+
+def note(text: str, console: Console | None = None) -> None:
+    """One plain line on the terminal, for example what a long phase is doing."""
+    (console or Console(stderr=True)).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def summary(metrics: Mapping[str, Number]) -> str:

@@ -32,9 +32,8 @@ from empo2_jax.learner.step import Learner, LearnerState
 from empo2_jax.memory.novelty import PendingVisits, novelty_key
 from empo2_jax.memory.tips import buffer_key, make_tip_entries
 from empo2_jax.metrics import EpisodeLog, JsonLines, MetricsLog, TensorBoardSink, write_atomically
-from empo2_jax.models.hf_weights import save_model
 from empo2_jax.ops.losses import finalize_metrics, policy_loss
-from empo2_jax.progress import RunProgress
+from empo2_jax.progress import RunProgress, note
 from empo2_jax.randomness import generator
 from empo2_jax.report import record_command, write_report
 from empo2_jax.rollout.collect import Assignment
@@ -124,7 +123,7 @@ class Trainer:
             return None
         folder = self.config.run_dir / "start"
         if not folder.is_dir():
-            make_start(self.config, self.family, folder)
+            warmstart.make_start(self.config, self.family, folder)
         return folder
 
     def restore(self, resume: str) -> None:
@@ -300,6 +299,7 @@ class Trainer:
 
     def evaluate(self, label: str) -> dict[str, float]:
         """Run the panel with the current weights and append it to evaluations.jsonl."""
+        note(f"evaluating on {self.config.evaluation.split}, without memory ({label})")
         panel = evaluate(self.collector, self.family, self.config.evaluation)
         self.evaluations.append(panel.record(label, self.iteration, self.config.evaluation.split))
         return {
@@ -368,47 +368,6 @@ def draw_tasks(tasks: Sequence[Task], count: int, seed: int, iteration: int) -> 
         order = generator(seed, "tasks", iteration, len(drawn)).permutation(len(tasks))
         drawn += [tasks[index] for index in order[: count - len(drawn)]]
     return drawn
-
-
-def make_start(config: Config, family: Any, folder: Path) -> None:
-    """Warm-start the policy of `model.path` (or a random one) into a new Hugging Face folder, with what came before.
-
-    `before.json` in the folder is the panel of the untrained policy, absent for a random one.
-    """
-    base = None
-    if config.warmstart.init == "random":
-        base = folder.with_name(folder.name + ".random")
-        words = importlib.import_module(f"empo2_jax.envs.{config.env.name}").vocabulary()
-        warmstart.random_policy(config.warmstart, words, config.run.seed, base)
-    policy = assembly.load_policy(config.model, base)
-    before = None
-    if base is None:
-        engine = assembly.make_engine(config, policy)
-        collector = assembly.make_collector(config, policy, engine, family)
-        before = evaluate(collector, family, config.evaluation).record("before warm start", 0, config.evaluation.split)
-        collector.close()
-        del engine
-    with RunProgress(config.warmstart.updates, unit="update") as progress:
-        params, losses = warmstart.train(
-            policy,
-            family,
-            config.warmstart,
-            config.update,
-            seed=config.run.seed,
-            remat=config.model.remat,
-            report=lambda done, loss: progress.update(done, {"warmstart/loss": loss}),
-        )
-    save_start(folder, policy, params, before, losses)
-
-
-def save_start(folder: Path, policy: assembly.Policy, params: Any, before: dict[str, Any] | None, losses: Any) -> None:
-    """Write the folder in one rename."""
-    draft = folder.with_name(folder.name + ".draft")
-    save_model(draft, params, policy.model.config, tokenizer_folder=policy.folder)
-    write_atomically(draft / "losses.json", json.dumps(losses))
-    if before is not None:
-        write_atomically(draft / "before.json", json.dumps(before))
-    draft.rename(folder)
 
 
 def _copy(params: Any) -> Any:

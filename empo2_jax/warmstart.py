@@ -5,25 +5,34 @@ begin. A few minutes on the environment's demonstrations give it a real, mixed s
 the learner and its batches are those of the RL update. This is a start, not the paper's method.
 """
 
+import importlib
+import json
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
+from empo2_jax import assembly
 from empo2_jax.assembly import Policy
-from empo2_jax.config import UpdateConfig, WarmstartConfig
+from empo2_jax.config import Config, UpdateConfig, WarmstartConfig
 from empo2_jax.data.packing import pack
 from empo2_jax.envs.base import EnvironmentFamily
 from empo2_jax.errors import ConfigError, DataError
+from empo2_jax.evaluation import evaluate
 from empo2_jax.learner.optim import warmstart_optimizer
 from empo2_jax.learner.step import Learner, supervised_loss
+from empo2_jax.metrics import write_atomically
 from empo2_jax.models.hf_weights import save_model
 from empo2_jax.models.qwen2 import Qwen2
 from empo2_jax.models.qwen2_config import Qwen2Config
 from empo2_jax.models.word_tokenizer import write_word_tokenizer
+from empo2_jax.progress import RunProgress, note
 from empo2_jax.randomness import generator
 from empo2_jax.rollout.chat import Chat
 from empo2_jax.types import Message, Mode, Row
@@ -51,9 +60,50 @@ def answer_row(chat: Chat, messages: Sequence[Message]) -> Row:
     )
 
 
+def make_start(config: Config, family: EnvironmentFamily, folder: Path) -> None:
+    """Warm-start the policy of `model.path`, or a random one, into a new Hugging Face folder, in one rename.
+
+    `before.json` in the folder is the panel of the untrained policy, absent for a random one.
+    """
+    with tempfile.TemporaryDirectory(prefix="empo2-random-") as place:
+        base = None
+        if config.warmstart.init == "random":
+            base = Path(place) / "policy"
+            words = importlib.import_module(f"empo2_jax.envs.{config.env.name}").vocabulary()
+            random_policy(config.warmstart, words, config.run.seed, base)
+        policy = assembly.load_policy(config.model, base)
+        before = None if base else _evaluate_untrained(config, policy, family)
+        note(f"warm start: {config.warmstart.updates} updates on demonstrations of training variations")
+        with RunProgress(config.warmstart.updates, unit="update") as progress:
+            params, losses = train(
+                policy,
+                family,
+                config.warmstart,
+                config.update,
+                seed=config.run.seed,
+                remat=config.model.remat,
+                report=lambda done, loss: progress.update(done, {"warmstart/loss": loss}),
+            )
+        draft = folder.with_name(folder.name + ".draft")
+        shutil.rmtree(draft, ignore_errors=True)
+        save_model(draft, params, policy.model.config, tokenizer_folder=policy.folder)
+    write_atomically(draft / "losses.json", json.dumps(losses))
+    if before is not None:
+        write_atomically(draft / "before.json", json.dumps(before))
+    draft.rename(folder)
+
+
+def _evaluate_untrained(config: Config, policy: Policy, family: EnvironmentFamily) -> dict[str, Any]:
+    note(f"evaluating on {config.evaluation.split}, without memory (before the warm start)")
+    collector = assembly.make_collector(config, policy, assembly.make_engine(config, policy), family)
+    panel = evaluate(collector, family, config.evaluation)
+    collector.close()
+    return panel.record("before warm start", 0, config.evaluation.split)
+
+
 def random_policy(config: WarmstartConfig, words: Sequence[str], seed: int, folder: Path) -> None:
     """Write an untrained model of the configured shape with a word-level tokenizer into a new folder."""
-    tokenizer_folder = folder.with_name(folder.name + ".tokenizer")
+    tokenizer_folder = folder.with_name("tokenizer")
     size = write_word_tokenizer(tokenizer_folder, words)
     shape = Qwen2Config(
         vocab_size=size,
@@ -79,7 +129,7 @@ def train(
     seed: int,
     remat: bool,
     report: Callable[[int, float], None],
-) -> tuple[object, list[float]]:
+) -> tuple[Any, list[float]]:
     """Trained parameters and the loss (nats per answer token) of every update.
 
     Raises:

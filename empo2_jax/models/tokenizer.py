@@ -77,7 +77,9 @@ class Tokenizer:
     def check_fits(self, vocab_size: int, folder: Path) -> None:
         """Raise DataError, naming the folder, when a token has no row in an embedding of `vocab_size` rows."""
         if self.size > vocab_size:
-            raise DataError(f"{folder}: the tokenizer has ids up to {self.size - 1}, the model's vocab_size is {vocab_size}")
+            raise DataError(
+                f"{folder}: the tokenizer has ids up to {self.size - 1}, the model's vocab_size is {vocab_size}"
+            )
 
 
 def _optional(path: Path) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from empo2_jax.assets import toy_start
 from tests.fixtures.processes import TOY, empo2, train_arguments
 
 pytestmark = pytest.mark.medium
@@ -51,9 +50,7 @@ def no_such_folder(tmp_path: Path) -> tuple[Path, tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("damage", [no_such_folder, truncated_weights, tokenizer_beyond_the_vocabulary])
-def test_policy_that_cannot_be_used(
-    damage: Callable[[Path], tuple[Path, tuple[str, ...]]], tmp_path: Path
-) -> None:
+def test_policy_that_cannot_be_used(damage: Callable[[Path], tuple[Path, tuple[str, ...]]], tmp_path: Path) -> None:
     folder, said = damage(tmp_path)
     line = refused(*train_arguments(tmp_path / "run", "--model.path", str(folder)))
     assert all(part in line for part in said), line
