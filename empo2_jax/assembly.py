@@ -13,7 +13,7 @@ import jax
 from flax import nnx
 
 from empo2_jax import assets
-from empo2_jax.config import Config, EnvConfig, IntrinsicConfig, MemoryConfig, ModelConfig
+from empo2_jax.config import Config, IntrinsicConfig, MemoryConfig, ModelConfig
 from empo2_jax.envs.base import EnvironmentFamily
 from empo2_jax.errors import ConfigError, DataError
 from empo2_jax.memory.base import Embedder, VectorIndex
@@ -29,7 +29,7 @@ from empo2_jax.rollout.collect import Collector
 from empo2_jax.rollout.jax_engine import JaxEngine
 from empo2_jax.rollout.reflect import PolicyTipWriter, ScriptedTipWriter, TipWriter
 
-TIP_ROOM = 96  # tokens that the request for a tip may take beyond rollout.max_length
+TIP_ROOM = 256  # tokens that the request for a tip may take beyond rollout.max_length
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,8 @@ def load_policy(config: ModelConfig, folder: Path | None = None) -> Policy:
     folder = folder or model_folder(config.path)
     tokenizer = Tokenizer.load(folder)
     count = config.mesh[0] * config.mesh[1] * config.mesh[2]
+    if config.mesh[0] != 1:
+        raise ConfigError(f"model.mesh = {list(config.mesh)}: the data axis must be 1; use fsdp and tensor")
     if count > jax.device_count():
         raise ConfigError(f"model.mesh = {list(config.mesh)} needs {count} devices; there are {jax.device_count()}")
     mesh = make_mesh(jax.devices()[:count], *config.mesh)
@@ -72,13 +74,14 @@ def load_policy(config: ModelConfig, folder: Path | None = None) -> Policy:
     return Policy(model, tokenizer, folder)
 
 
-def make_family(config: EnvConfig, evaluation_variations: int) -> EnvironmentFamily:
-    """The environment module that `env.name` names, configured."""
+def make_family(experiment: Config) -> EnvironmentFamily:
+    """The environment module that `env.name` names, with as many warm simulators as episodes run at once."""
+    config, panel = experiment.env, experiment.evaluation.variations
     name = config.name if "." in config.name else f"empo2_jax.envs.{config.name}"
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name != name:
+        if not f"{name}.".startswith(f"{error.name}."):  # the module is there, something it imports is not
             raise ConfigError(
                 f"env.name = {config.name!r} needs the package {error.name!r}: install the extra envs"
             ) from None
@@ -89,20 +92,21 @@ def make_family(config: EnvConfig, evaluation_variations: int) -> EnvironmentFam
         tasks=config.tasks,
         variations={
             "train": config.train_variations,
-            "dev": evaluation_variations,
-            "test": evaluation_variations,
+            "dev": panel,
+            "test": panel,
         },
         simplification=config.simplification,
         deterministic=config.deterministic,
-        workers=config.workers,
+        workers=experiment.rollout.slots,
         step_timeout_s=config.step_timeout_s,
         resolution=config.resolution,
     )
 
 
-def make_embedder(config: MemoryConfig) -> Embedder:
-    """The embedder that `memory.embedder` names."""
-    if config.embedder == "hashing":
+def make_embedder(experiment: Config) -> Embedder:
+    """The embedder that `memory.embedder` names; nothing is loaded where neither tips nor novelty need it."""
+    unused = experiment.algorithm.p_memory == 0 and experiment.intrinsic.kind == "none"
+    if unused or experiment.memory.embedder == "hashing":
         return importlib.import_module("empo2_jax.memory.hashing_embedder").HashingEmbedder(384)
     return importlib.import_module("empo2_jax.memory.minilm_embedder").MiniLMEmbedder(assets.minilm())
 

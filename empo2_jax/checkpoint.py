@@ -161,6 +161,13 @@ class CheckpointStore:
         self._parent = step
         return state, folder, _read_json(folder / "cursor.json")
 
+    def set_aside_after(self, step: int) -> None:
+        """Rename checkpoints newer than `step`: the run goes back to it, and nothing may continue from them."""
+        for later in (number for number in self.steps() if number > step):
+            aside = self._folder / f".aside-{later}"
+            shutil.rmtree(aside, ignore_errors=True)
+            (self._folder / str(later)).rename(aside)
+
     def verify(self) -> list[tuple[int, str | None]]:
         """Every step with what is wrong with it, or None."""
         return [(step, self.problem(step)) for step in self.steps()]

@@ -224,7 +224,7 @@ def plan(config: Config) -> list[str]:
     """What a run would do, line by line; checks that the environment knows the tasks."""
     from empo2_jax import assembly
 
-    family = assembly.make_family(config.env, config.evaluation.variations)
+    family = assembly.make_family(config)
     try:
         train, panel = family.tasks("train"), family.tasks(config.evaluation.split)
     finally:
@@ -251,13 +251,11 @@ def plan(config: Config) -> list[str]:
 def _warmstart(options: argparse.Namespace) -> int:
     config = _load(options)
     folder = options.out or config.run_dir / "start"
-    if folder.exists():
-        raise ConfigError(f"{folder}: already there; remove it or choose another --out")
     from empo2_jax import assembly, warmstart
 
-    family = assembly.make_family(config.env, config.evaluation.variations)
+    family = assembly.make_family(config)
     try:
-        warmstart.make_start(config, family, folder)
+        warmstart.ensure_start(config, family, folder)
     finally:
         family.close()
     print(f"start: {folder}")

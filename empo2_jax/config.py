@@ -45,7 +45,7 @@ class ModelConfig(Section):
     compute_dtype: Literal["float32", "bfloat16"] = Field("float32", description="activations; master weights are f32")
     remat: bool = Field(True, description="recompute activations in the backward pass, layer by layer")
     mesh: tuple[Positive, Positive, Positive] = Field(
-        (1, 1, 1), strict=False, description="devices along the axes data, fsdp, tensor"
+        (1, 1, 1), strict=False, description="devices along the axes data (only 1), fsdp, tensor"
     )
 
 
@@ -59,7 +59,7 @@ class EnvConfig(Section):
     simplification: str = Field("", description="ScienceWorld simplifications, for example `easy`")
     deterministic: bool = Field(False, description="ScienceWorld: same actions, same transcript, over processes")
     resolution: Literal["ours", "released-code"] = Field("ours", description="rule that maps text to an action")
-    workers: Positive = Field(2, description="environments stepped at the same time (JVMs for ScienceWorld)")
+    workers: Positive = Field(2, description="environments stepped at the same time (threads)")
     step_timeout_s: float = Field(60.0, gt=0, description="seconds after which a call of the simulator has failed")
 
 
@@ -214,8 +214,13 @@ class Config(Section):
             raise ValueError(
                 f"rollout.max_length = {self.rollout.max_length} exceeds the largest bucket {self.update.buckets[-1]}"
             )
-        if self.algorithm.name == "grpo" and (self.algorithm.p_memory > 0):
-            raise ValueError("algorithm.name = grpo needs algorithm.p_memory = 0")
+        if self.algorithm.name == "grpo" and (self.algorithm.p_memory > 0 or self.intrinsic.kind != "none"):
+            raise ValueError('algorithm.name = "grpo" needs algorithm.p_memory = 0 and intrinsic.kind = "none"')
+        if (
+            self.warmstart.hidden_size % self.warmstart.num_heads
+            or self.warmstart.num_heads % self.warmstart.num_kv_heads
+        ):
+            raise ValueError("warmstart: hidden_size must divide by num_heads, and num_heads by num_kv_heads")
         return self
 
     @property

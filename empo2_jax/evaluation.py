@@ -13,8 +13,11 @@ from typing import Any
 
 from empo2_jax.config import EvaluationConfig
 from empo2_jax.envs.base import EnvironmentFamily
+from empo2_jax.errors import EnvError
 from empo2_jax.rollout.collect import Assignment, Collector
 from empo2_jax.types import Episode
+
+PANEL_SEED = 0  # the same draws in every run: a panel compares weights, not luck
 
 
 @dataclass(frozen=True)
@@ -43,18 +46,21 @@ class Panel:
 
 
 def evaluate(collector: Collector, family: EnvironmentFamily, config: EvaluationConfig) -> Panel:
-    """Run the panel of `config` with the engine's current weights."""
+    """Run the panel of `config` with the engine's current weights; raises `EnvError` when every episode failed."""
     first: dict[str, list[Any]] = defaultdict(list)
     for task in family.tasks(config.split):
         if len(first[task.name]) < config.variations:
             first[task.name].append(task)
     assignments = [
-        Assignment(f"panel/{task}/r{repeat}", task)
+        Assignment(f"panel/{task}/r{repeat}", task, seed=PANEL_SEED)
         for tasks in first.values()
         for task in tasks
         for repeat in range(config.repeats)
     ]
-    return summarize(collector.collect(assignments, temperature=config.temperature))
+    panel = summarize(collector.collect(assignments, temperature=config.temperature))
+    if not any(episode.stop_reason.valid for episode in panel.episodes):
+        raise EnvError(f"evaluation: all {len(panel.episodes)} episodes failed: {panel.episodes[0].error}")
+    return panel
 
 
 def summarize(episodes: Sequence[Episode]) -> Panel:

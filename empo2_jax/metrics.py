@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from empo2_jax.errors import ConfigError, DataError
+from empo2_jax.errors import DataError
 from empo2_jax.types import Episode, Step
 
 METRICS_FILE = "metrics.jsonl"
@@ -137,29 +137,6 @@ class TensorBoardSink:
     def close(self) -> None:
         """Flush the event file."""
         self._writer.close()
-
-
-class WandbSink:
-    """Weights & Biases (`empo2_jax[wandb]`). The run id stands in the run directory, so a resumed run stays one run."""
-
-    def __init__(self, run_dir: Path, project: str, name: str) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise ConfigError("wandb is not installed; install empo2_jax[wandb]") from None
-        record = run_dir / "wandb_id"
-        if not record.exists():
-            record.write_text(wandb.util.generate_id(), encoding="utf-8")
-        identity = record.read_text(encoding="utf-8")
-        self._run = wandb.init(project=project, name=name, id=identity, resume="allow", dir=str(run_dir))
-
-    def write(self, iteration: int, values: Mapping[str, float]) -> None:
-        """One step of the tracker; the tracker ignores steps it already has."""
-        self._run.log(dict(values), step=iteration)
-
-    def close(self) -> None:
-        """Finish the tracker's run."""
-        self._run.finish()
 
 
 class EpisodeLog:

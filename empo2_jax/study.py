@@ -71,7 +71,11 @@ def run_study(path: Path, out: Path, seeds: int | None = None, jobs: int = 2, ar
     Returns whether the interval of the first arm's paired difference from the reference lies above 0.
     """
     study = load_study(path)
-    count = seeds or study.seeds
+    count = study.seeds if seeds is None else seeds
+    if count < 1 or jobs < 1:
+        raise ConfigError(f"study: {count} seeds and {jobs} jobs; at least 1 of each is needed")
+    if unknown := [name for name in arms if name not in study.arms]:
+        raise ConfigError(f"{path}: no arm {unknown[0]!r}; the arms are {', '.join(study.arms)}")
     chosen = {name: study.arms[name] for name in (arms or study.arms)}
     cells = [(name, seed) for seed in range(count) for name in chosen]
     with ThreadPoolExecutor(max_workers=jobs) as threads:
@@ -129,7 +133,7 @@ def _print(study: Study, scores: dict[str, list[float]], rows: Sequence[dict[str
         keys = ("environment_steps", "updates", "prompt_tokens", "sampled_tokens", "tip_calls", "seconds")
         budget.add_row(name, *(f"{np.mean([row[key] for row in mine]):.0f}" for key in keys))
     console.print(budget)
-    better = True
+    better = False  # unless both were run and compared
     tested = next(iter(study.arms))
     for name in scores:
         if name != tested and tested in scores:

@@ -42,7 +42,7 @@ def load_trained(run_dir: Path, step: int | None = None) -> tuple[assembly.Polic
     config = run_config(run_dir)
     store, chosen = checkpoint_folder(run_dir, step)
     start = run_dir / "start"
-    policy = assembly.load_policy(config.model, start if start.is_dir() else None)
+    policy = assembly.load_policy(config.model, start if config.warmstart.updates else None)
     wanted = LearnerState(policy.params, None, jnp.int32(0))  # None has no leaves: the moments are not read
     state, _, _ = store.restore(chosen, wanted, partial=True)
     nnx.update(policy.model, state.params)
@@ -64,7 +64,7 @@ def evaluate_run(
     changes = {name: value for name, value in (("split", split), ("repeats", repeats)) if value is not None}
     panel = config.evaluation.model_copy(update=changes)
     policy, chosen = load_trained(run_dir, step)
-    family = assembly.make_family(config.env, panel.variations)
+    family = assembly.make_family(config.model_copy(update={"evaluation": panel}))
     try:
         collector = assembly.make_collector(config, policy, assembly.make_engine(config, policy), family)
         try:

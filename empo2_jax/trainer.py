@@ -6,8 +6,9 @@ run that was killed continues as if nothing had happened. What is printed and pl
 
 import importlib
 import json
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -24,7 +25,7 @@ from empo2_jax.checkpoint import CheckpointStore, RunLock, check_same_run, finge
 from empo2_jax.config import Config, dump_toml, load_config
 from empo2_jax.data.packing import pack
 from empo2_jax.data.rows import build_rows, drop_unlikely_steps, minibatches, token_weights
-from empo2_jax.errors import CheckpointError, ConfigError
+from empo2_jax.errors import CheckpointError, ConfigError, EnvError
 from empo2_jax.evaluation import evaluate
 from empo2_jax.learner.ledgers import fill, scorer
 from empo2_jax.learner.optim import policy_optimizer
@@ -38,6 +39,10 @@ from empo2_jax.randomness import generator
 from empo2_jax.report import record_command, write_report
 from empo2_jax.rollout.collect import Assignment
 from empo2_jax.types import Episode, EpisodeGroup, Row, Task, Tip
+
+_log = logging.getLogger(__name__)
+CONFIG_FILE = "config.toml"
+MAX_GAP = 1e-3  # nats; ten times what the engine may differ by in f32
 
 
 def run(config: Config, resume: str = "auto", command: Sequence[str] = ()) -> Path:
@@ -54,24 +59,24 @@ def run(config: Config, resume: str = "auto", command: Sequence[str] = ()) -> Pa
     """
     with ExitStack() as stack:
         stack.enter_context(RunLock(config.run_dir))
-        _claim(config, resume)
+        _check_claim(config, resume)
         record_command(config.run_dir, command)
         trainer = Trainer(config, stack)
+        write_atomically(config.run_dir / CONFIG_FILE, dump_toml(config))
         trainer.restore(resume)
         trainer.loop()
         write_report(config.run_dir)
     return config.run_dir
 
 
-def _claim(config: Config, resume: str) -> None:
-    """Check that the run directory is this experiment's and save the resolved configuration."""
-    saved = config.run_dir / "config.toml"
+def _check_claim(config: Config, resume: str) -> None:
+    """Check that the run directory is this experiment's. One that never got to a checkpoint may be claimed again."""
+    saved = config.run_dir / CONFIG_FILE
     steps = CheckpointStore(config.run_dir, config.checkpoint.keep).steps()
     if resume == "never" and steps:
         raise CheckpointError(f"{config.run_dir}: has checkpoints; use --resume auto or another run.dir")
-    if saved.is_file():
+    if steps and saved.is_file():
         check_same_run(load_config(saved), config)
-    write_atomically(saved, dump_toml(config))
 
 
 class Trainer:
@@ -79,11 +84,11 @@ class Trainer:
 
     def __init__(self, config: Config, stack: ExitStack):
         self.config = config
-        self.family = assembly.make_family(config.env, config.evaluation.variations)
+        self.family = assembly.make_family(config)
         stack.callback(self.family.close)
         self.policy = assembly.load_policy(config.model, self._start())
         self.algorithm = importlib.import_module(f"empo2_jax.algorithms.{config.algorithm.name}")
-        embedder = assembly.make_embedder(config.memory)
+        embedder = assembly.make_embedder(config)
         self.memory = assembly.make_memory(config.memory, embedder)
         self.novelty = assembly.make_novelty(config.intrinsic, config.memory, embedder)
         self.engine = assembly.make_engine(config, self.policy)
@@ -95,6 +100,7 @@ class Trainer:
         self.reference = self.policy.params if config.algorithm.kl_coefficient > 0 else None
         self.store = CheckpointStore(config.run_dir, config.checkpoint.keep, fingerprint(config))
         self.iteration = 0
+        self._sampled = 0  # tokens of the newest rollout
         self.totals = {"environment_steps": 0, "prompt_tokens": 0, "sampled_tokens": 0, "tip_calls": 0}
         self._stack = stack
 
@@ -121,16 +127,14 @@ class Trainer:
         """Folder of the warm-started policy, made when the configuration asks for one and none is there."""
         if not self.config.warmstart.updates:
             return None
-        folder = self.config.run_dir / "start"
-        if not folder.is_dir():
-            warmstart.make_start(self.config, self.family, folder)
-        return folder
+        return warmstart.ensure_start(self.config, self.family, self.config.run_dir / "start")
 
     def restore(self, resume: str) -> None:
         """Continue a checkpoint, or begin: logs are cut to what the checkpoint knows."""
         step = self._chosen(resume)
         cursor: dict[str, Any] = {}
         if step is not None:
+            self.store.set_aside_after(step)
             state, folder, cursor = self.store.restore(step, self.state)
             self.state = LearnerState(*state)
             self.memory.load(folder / "memory")
@@ -183,6 +187,7 @@ class Trainer:
         clock = Stopwatch()
         memory_before = self.collector.memory_seconds
         groups = self.collect()
+        refuse_many_failures([episode for group in groups for episode in group.episodes])
         clock.lap("rollout")
         groups, pending = self.reward_novelty(groups)
         clock.lap("novelty")
@@ -201,6 +206,8 @@ class Trainer:
         metrics |= {f"memory/{name}": float(value) for name, value in self.memory.metrics().items()}
         metrics |= {f"novelty/{name}": float(value) for name, value in self.novelty.metrics().items()}
         metrics |= {f"total/{name}": float(value) for name, value in self.totals.items()}
+        metrics["perf/tokens_per_s"] = self._sampled / max(clock.seconds["rollout"], 1e-9)
+        warn(metrics, self.config.update.learning_rate)
         clock.seconds["memory_in_rollout"] = self.collector.memory_seconds - memory_before
         return metrics | clock.metrics()
 
@@ -250,7 +257,7 @@ class Trainer:
         )
         fits = [row for row in rows if len(row.token_ids) <= update.buckets[-1]]
         metrics = {
-            "perf/rows_per_episode": len(rows) / max(len(episodes), 1),
+            "actor/rows_per_episode": len(rows) / max(len(episodes), 1),
             "actor/rows_too_long": float(len(rows) - len(fits)),
         }
         if not fits:
@@ -331,7 +338,8 @@ class Trainer:
         steps = [step for episode in episodes for step in episode.steps]
         self.totals["environment_steps"] += len(steps)
         self.totals["prompt_tokens"] += sum(len(step.prompt_ids) - step.cached_tokens for step in steps)
-        self.totals["sampled_tokens"] += sum(len(step.action_ids) for step in steps)
+        self._sampled = sum(len(step.action_ids) for step in steps) + sum(episode.tip_tokens for episode in episodes)
+        self.totals["sampled_tokens"] += self._sampled
         self.totals["tip_calls"] += sum(bool(episode.tip_tokens) for episode in episodes)
         hits = [bool(step.tips) for episode in episodes if episode.with_memory for step in episode.steps]
         return {
@@ -357,6 +365,33 @@ class Stopwatch:
         """All phases and their sum as `timing_s/*`."""
         total = time.perf_counter() - self._first
         return {f"timing_s/{name}": value for name, value in self.seconds.items()} | {"timing_s/iteration": total}
+
+
+def refuse_many_failures(episodes: Sequence[Episode]) -> None:
+    """Warn when more than 2 % of the episodes are invalid; raise `EnvError` above 20 %, with the first reason."""
+    failed = [episode for episode in episodes if not episode.stop_reason.valid]
+    share = len(failed) / max(len(episodes), 1)
+    if share > 0.02:
+        text = f"{len(failed)} of {len(episodes)} episodes failed ({failed[0].stop_reason}: {failed[0].error})"
+        if share > 0.2:
+            raise EnvError(f"{text}; at most 20 % may")
+        _log.warning("%s", text)
+
+
+def warn(metrics: Mapping[str, float], learning_rate: float) -> None:
+    """Say when numbers point at a setting that cannot work or at an engine that does not match the trainer."""
+    if metrics.get("mismatch/logprob_abs_diff_max", 0.0) > MAX_GAP:
+        _log.warning(
+            "engine and trainer log-probs differ by %.1e nats, more than %.0e",
+            metrics["mismatch/logprob_abs_diff_max"],
+            MAX_GAP,
+        )
+    if metrics["actor/updates"] < 5 and learning_rate <= 2e-6:
+        _log.warning(
+            "%d updates per iteration at learning rate %g: the weights hardly move; lower update.minibatch_steps",
+            metrics["actor/updates"],
+            learning_rate,
+        )
 
 
 def draw_tasks(tasks: Sequence[Task], count: int, seed: int, iteration: int) -> list[Task]:

@@ -5,6 +5,7 @@ begin. A few minutes on the environment's demonstrations give it a real, mixed s
 the learner and its batches are those of the RL update. This is a start, not the paper's method.
 """
 
+import hashlib
 import importlib
 import json
 import shutil
@@ -60,6 +61,28 @@ def answer_row(chat: Chat, messages: Sequence[Message]) -> Row:
     )
 
 
+def ensure_start(config: Config, family: EnvironmentFamily, folder: Path) -> Path:
+    """`folder`, made by `make_start` if it is not there.
+
+    Raises:
+        ConfigError: no warm start is configured, or the folder comes from other settings.
+    """
+    if not config.warmstart.updates:
+        raise ConfigError("warmstart.updates = 0: this configuration has no warm start")
+    if not folder.is_dir():
+        make_start(config, family, folder)
+    origin = folder / "made_from.txt"
+    if not origin.is_file() or origin.read_text(encoding="utf-8") != _origin(config):
+        raise ConfigError(f"{folder}: made by another configuration; remove it or choose another folder")
+    return folder
+
+
+def _origin(config: Config) -> str:
+    """Hash of all settings that a start depends on."""
+    parts = (config.run.seed, config.model.path, config.env, config.warmstart, config.update)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
 def make_start(config: Config, family: EnvironmentFamily, folder: Path) -> None:
     """Warm-start the policy of `model.path`, or a random one, into a new Hugging Face folder, in one rename.
 
@@ -69,7 +92,11 @@ def make_start(config: Config, family: EnvironmentFamily, folder: Path) -> None:
         base = None
         if config.warmstart.init == "random":
             base = Path(place) / "policy"
-            words = importlib.import_module(f"empo2_jax.envs.{config.env.name}").vocabulary()
+            if config.env.name != "toy":
+                raise ConfigError(
+                    f'warmstart.init = "random": only the toy world has a closed vocabulary, not {family.name}'
+                )
+            words = importlib.import_module("empo2_jax.envs.toy").vocabulary()
             random_policy(config.warmstart, words, config.run.seed, base)
         policy = assembly.load_policy(config.model, base)
         before = None if base else _evaluate_untrained(config, policy, family)
@@ -88,6 +115,7 @@ def make_start(config: Config, family: EnvironmentFamily, folder: Path) -> None:
         shutil.rmtree(draft, ignore_errors=True)
         save_model(draft, params, policy.model.config, tokenizer_folder=policy.folder)
     write_atomically(draft / "losses.json", json.dumps(losses))
+    write_atomically(draft / "made_from.txt", _origin(config))
     if before is not None:
         write_atomically(draft / "before.json", json.dumps(before))
     draft.rename(folder)
@@ -96,8 +124,10 @@ def make_start(config: Config, family: EnvironmentFamily, folder: Path) -> None:
 def _evaluate_untrained(config: Config, policy: Policy, family: EnvironmentFamily) -> dict[str, Any]:
     note(f"evaluating on {config.evaluation.split}, without memory (before the warm start)")
     collector = assembly.make_collector(config, policy, assembly.make_engine(config, policy), family)
-    panel = evaluate(collector, family, config.evaluation)
-    collector.close()
+    try:
+        panel = evaluate(collector, family, config.evaluation)
+    finally:
+        collector.close()
     return panel.record("before warm start", 0, config.evaluation.split)
 
 

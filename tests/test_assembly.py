@@ -12,13 +12,13 @@ from empo2_jax.memory.scann_index import ScannIndex
 def test_unknown_environment_is_named() -> None:
     config = parse_config({"env": {"name": "toys"}})
     with pytest.raises(ConfigError, match=r"toys.*no such environment"):
-        make_family(config.env, 1)
+        make_family(config)
 
 
 def test_unknown_task_names_the_nearest() -> None:
     config = parse_config({"env": {"name": "toy", "tasks": ["bulbs"]}})
     with pytest.raises(ConfigError, match="'bulb'"):
-        make_family(config.env, 1)
+        make_family(config)
 
 
 def test_indexes_by_name() -> None:
@@ -32,7 +32,7 @@ def test_missing_model_folder_is_an_error() -> None:
 
 
 def test_a_mesh_needs_its_devices() -> None:
-    config = parse_config({"model": {"path": "toy", "mesh": [64, 1, 1]}})
+    config = parse_config({"model": {"path": "toy", "mesh": [1, 64, 1]}})
     with pytest.raises(ConfigError, match="needs 64 devices"):
         load_policy(config.model)
 

@@ -68,7 +68,10 @@ def test_values_that_cannot_work_are_named(values: dict[str, Any], message: str)
 
 
 def test_grpo_without_memory_is_allowed() -> None:
-    assert parse_config({"algorithm": {"name": "grpo", "p_memory": 0.0}}).algorithm.name == "grpo"
+    assert (
+        parse_config({"algorithm": {"name": "grpo", "p_memory": 0.0}, "intrinsic": {"kind": "none"}}).algorithm.name
+        == "grpo"
+    )
 
 
 def test_presets_stack_key_by_key(tmp_path: Path) -> None:

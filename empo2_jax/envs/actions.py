@@ -8,7 +8,6 @@ the world refused the text. Pure text: this module knows no simulator.
 
 import re
 from collections.abc import Sequence
-from difflib import SequenceMatcher
 from typing import Literal, NamedTuple
 
 How = Literal["exact", "engine", "similar", "invalid"]
@@ -62,14 +61,15 @@ def closest(action: str, candidates: Sequence[str], cutoff: float) -> Resolution
 
 
 def most_similar(action: str, candidates: Sequence[str]) -> tuple[float, str]:
-    """Ratio and text of the candidate most like `action`, whatever its verb; (0, "") without candidates.
+    """Jaccard index of the words and text of the candidate most like `action`, whatever its verb; (0, "") if none is.
 
     Ties go to the first in alphabetical order. Alone it is the correction of the released code: see the module text.
     """
-    matcher = SequenceMatcher(b=action, autojunk=False)
+    words = set(action.split())
     best = (0.0, "")
     for candidate in sorted(candidates):
-        matcher.set_seq1(candidate)
-        if matcher.real_quick_ratio() > best[0] and matcher.quick_ratio() > best[0] and matcher.ratio() > best[0]:
-            best = (matcher.ratio(), candidate)
+        other = set(candidate.split())
+        index = len(words & other) / len(words | other)
+        if index > best[0]:
+            best = (index, candidate)
     return best

@@ -36,7 +36,7 @@ class Environment(Protocol):
 
 @runtime_checkable
 class EnvironmentFamily(Protocol):
-    """What a module of `envs/` offers as `family(config)`: tasks, prompts and environments that share resources."""
+    """What an environment module's `family(...)` gives for `[env]`: tasks, prompts, and shared environments."""
 
     name: str
     max_score: float  # points of a perfect episode

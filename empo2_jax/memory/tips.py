@@ -59,7 +59,7 @@ def make_tip_entries(
         Tip(
             counter=-1,
             buffer=buffer,
-            content=tip_entry(tip, step.action, episode.score),
+            content=tip_entry(tip, " ".join(step.action.split()), episode.score),
             score=score,
             embedding=embedding,
             episode=episode.id,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+from jaxtyping import UInt32
 
 from empo2_jax.config import MemoryConfig, RolloutConfig
 from empo2_jax.envs.base import Environment, EnvironmentFamily
@@ -33,6 +34,7 @@ class Assignment:
     id: str
     task: Task
     mode: Mode = Mode.ON_POLICY
+    seed: int | None = None  # of its draws; None: the run's
 
 
 @runtime_checkable
@@ -169,11 +171,13 @@ class Collector:
         task = live.assignment.task
         try:
             live.environment = self._family.make()
-            live.observation = live.environment.reset(
-                task, int(words(self._seed, "environment", live.assignment.id)[0])
-            )
+            live.observation = live.environment.reset(task, int(self._words(live, "environment")[0]))
         except EnvError as error:
             live.fail(StopReason.ENV_ERROR, error)
+
+    def _words(self, live: Live, purpose: str, *counters: int) -> UInt32[np.ndarray, " 2"]:
+        seed = self._seed if live.assignment.seed is None else live.assignment.seed
+        return words(seed, purpose, live.assignment.id, *counters)
 
     def _retrieve(self, lives: Sequence[Live], memory: TipSource | None) -> None:
         for live in lives:
@@ -228,7 +232,7 @@ class Collector:
             top_p=self._rollout.top_p,
             banned_from=self._banned,
         )
-        key = words(self._seed, "action", live.assignment.id, len(live.steps))
+        key = self._words(live, "action", len(live.steps))
         return Request(live.assignment.id, live.prompt, key, sampling)
 
     def _step(self, live: Live, completion: Completion) -> None:

@@ -66,6 +66,8 @@ class JaxEngine:
         self._graphdef, own = nnx.split(model)
         self._structure, self._shapes = jax.tree.structure(own), _shapes(own)
         self._table = SlotTable(slots, max_length)
+        self._cache = init_cache(self._config, slots, max_length, self._dtype)
+        self._hidden = jnp.zeros((slots, self._config.hidden_size), self._dtype)
         self.load(own, policy_version)
 
     def load(self, params: Any, policy_version: int) -> None:
@@ -83,8 +85,6 @@ class JaxEngine:
         self._params = jax.tree.unflatten(self._structure, jax.tree.leaves(params))
         self.policy_version = policy_version
         self._table.clear()
-        self._cache = init_cache(self._config, len(self._table), self.max_length, self._dtype)
-        self._hidden = jnp.zeros((len(self._table), self._config.hidden_size), self._dtype)
 
     def release(self, session: str) -> None:
         """Forget a session's cache; unknown sessions are ignored."""

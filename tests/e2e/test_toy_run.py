@@ -107,7 +107,7 @@ def test_metrics_are_named_as_documented_and_finite(toy_run: Path) -> None:
         assert not [name for name in DOCUMENTED if name not in record]
         assert not [name for name, value in record.items() if isinstance(value, str)], "NaN or infinity"
     assert {"val/score", "val/success_rate"} <= records[-1].keys()
-    assert records[-1]["actor/grad_norm"] > 0, "nothing was learned from"
+    assert max(record["actor/grad_norm"] for record in records) > 0, "nothing was learned from"
 
 
 def test_engine_and_trainer_agree_and_the_first_ratio_is_one(toy_run: Path) -> None:
@@ -115,7 +115,7 @@ def test_engine_and_trainer_agree_and_the_first_ratio_is_one(toy_run: Path) -> N
         assert record["mismatch/logprob_abs_diff_max"] <= 1e-5
         assert record["actor/updates"] == 1, "the ratios below are those of a first mini-batch"
         ratios = [value for name, value in record.items() if name.startswith("empo2/") and name.endswith("/ratio")]
-        assert ratios and set(ratios) == {1.0}
+        assert ratios == pytest.approx([1.0] * len(ratios), abs=1e-6)  # forward and gradient are two programs
         assert record["actor/pg_clipfrac"] == 0
 
 
@@ -131,11 +131,12 @@ def test_same_seed_same_run_in_another_process_and_other_seed_another(toy_run: P
 
 
 def test_empo2_without_memory_and_novelty_is_grpo_bit_for_bit(tmp_path: Path) -> None:
-    options = ("--algorithm.p_memory", "0", "--intrinsic.kind", "none")
+    options = ("--algorithm.p_memory", "0", "--intrinsic.kind", "none", "--rollout.temperature", "2.0")
     empo2_run = train(tmp_path / "empo2", *options)
     grpo_run = train(tmp_path / "grpo", *options, "--algorithm.name", "grpo")
     assert untimed(read_metrics(empo2_run)) == untimed(read_metrics(grpo_run))
     assert content_hash(empo2_run) == content_hash(grpo_run)
+    assert max(record["actor/grad_norm"] for record in read_metrics(grpo_run)) > 0, "nothing was learned from"
 
 
 def test_commands_on_the_finished_run(toy_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
