@@ -6,9 +6,8 @@ run that was killed continues as if nothing had happened. What is printed and pl
 
 import importlib
 import json
-import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -20,12 +19,13 @@ import numpy as np
 from flax import nnx
 
 from empo2_jax import assembly, warmstart
+from empo2_jax.alarms import refuse_many_failures, warn
 from empo2_jax.algorithms.base import group_metrics, valid_episodes
 from empo2_jax.checkpoint import CheckpointStore, RunLock, check_same_run, fingerprint
 from empo2_jax.config import Config, dump_toml, load_config
 from empo2_jax.data.packing import pack
 from empo2_jax.data.rows import build_rows, drop_unlikely_steps, minibatches, token_weights
-from empo2_jax.errors import CheckpointError, ConfigError, EnvError
+from empo2_jax.errors import CheckpointError, ConfigError
 from empo2_jax.evaluation import evaluate
 from empo2_jax.learner.ledgers import fill, scorer
 from empo2_jax.learner.optim import policy_optimizer
@@ -40,9 +40,7 @@ from empo2_jax.report import record_command, write_report
 from empo2_jax.rollout.collect import Assignment
 from empo2_jax.types import Episode, EpisodeGroup, Row, Task, Tip
 
-_log = logging.getLogger(__name__)
 CONFIG_FILE = "config.toml"
-MAX_GAP = 1e-3  # nats; ten times what the engine may differ by in f32
 
 
 def run(config: Config, resume: str = "auto", command: Sequence[str] = ()) -> Path:
@@ -365,33 +363,6 @@ class Stopwatch:
         """All phases and their sum as `timing_s/*`."""
         total = time.perf_counter() - self._first
         return {f"timing_s/{name}": value for name, value in self.seconds.items()} | {"timing_s/iteration": total}
-
-
-def refuse_many_failures(episodes: Sequence[Episode]) -> None:
-    """Warn when more than 2 % of the episodes are invalid; raise `EnvError` above 20 %, with the first reason."""
-    failed = [episode for episode in episodes if not episode.stop_reason.valid]
-    share = len(failed) / max(len(episodes), 1)
-    if share > 0.02:
-        text = f"{len(failed)} of {len(episodes)} episodes failed ({failed[0].stop_reason}: {failed[0].error})"
-        if share > 0.2:
-            raise EnvError(f"{text}; at most 20 % may")
-        _log.warning("%s", text)
-
-
-def warn(metrics: Mapping[str, float], learning_rate: float) -> None:
-    """Say when numbers point at a setting that cannot work or at an engine that does not match the trainer."""
-    if metrics.get("mismatch/logprob_abs_diff_max", 0.0) > MAX_GAP:
-        _log.warning(
-            "engine and trainer log-probs differ by %.1e nats, more than %.0e",
-            metrics["mismatch/logprob_abs_diff_max"],
-            MAX_GAP,
-        )
-    if metrics["actor/updates"] < 5 and learning_rate <= 2e-6:
-        _log.warning(
-            "%d updates per iteration at learning rate %g: the weights hardly move; lower update.minibatch_steps",
-            metrics["actor/updates"],
-            learning_rate,
-        )
 
 
 def draw_tasks(tasks: Sequence[Task], count: int, seed: int, iteration: int) -> list[Task]:

@@ -77,7 +77,7 @@ def test_a_mistake_is_one_line_and_exit_code_2_in_a_real_process(config_file: Pa
         ("memory inspect {folder}", "not a run directory"),
         ("report {folder}", "metrics.jsonl: no such file"),
         ("tarin", "invalid choice: 'tarin'"),
-        ("warmstart {config} --out {folder}", "already there"),
+        ("warmstart {config} --out {folder}", "no warm start"),
     ],
 )
 def test_mistakes_are_named(

@@ -11,7 +11,7 @@ from empo2_jax.config import Config, load_config
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted(ROOT.glob("empo2_jax/**/*.py"))
-CONFIGS = sorted(ROOT.glob("configs/**/*.toml"))
+CONFIGS = sorted(path for path in ROOT.glob("configs/**/*.toml") if path.parent.name != "studies")
 SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), ROOT / ".ci/run"])
 HOST_SIDE = ("types", "errors", "config", "randomness", "prompts", "envs", "memory", "data", "rollout")
 USES_JAX = {"empo2_jax.memory.minilm_embedder", "empo2_jax.rollout.jax_engine", "empo2_jax.rollout.serve"}

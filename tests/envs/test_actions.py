@@ -35,7 +35,7 @@ def test_reset_task_is_never_sent():
 
 def test_similarity_only_for_harmless_verbs():
     candidates = ["focus on orange", "open door to kitchen", "go to kitchen"]
-    assert actions.closest("open door to kitchens", candidates, 0.8) == ("open door to kitchen", "similar")
+    assert actions.closest("open door to kitchens", candidates, 0.5) == ("open door to kitchen", "similar")
     assert actions.closest("focus on oranges", candidates, 0.1).how == "invalid"
     assert actions.closest("open xyz", candidates, 0.8).how == "invalid"
     assert actions.closest("look at door to kitchen", candidates, 0.1).how == "invalid"  # the verb stays
@@ -45,5 +45,5 @@ def test_similarity_only_for_harmless_verbs():
 def test_released_code_would_correct_focus():
     ratio, nearest = actions.most_similar("focus on oranges", ["go to kitchen", "focus on orange"])
     assert nearest == "focus on orange"
-    assert ratio == 2 * 15 / (15 + 16)  # 15 shared characters of 15 + 16
+    assert ratio == 2 / 4  # focus, on of focus, on, orange, oranges
     assert actions.most_similar("x", []) == (0.0, "")

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from empo2_jax.assets import toy_start
+from empo2_jax.config import dump_toml, load_config
 from tests.fixtures.processes import TOY, empo2, train_arguments
 
 pytestmark = pytest.mark.medium
@@ -24,7 +26,7 @@ def refused(*arguments: str) -> str:
 
 def policy(tmp_path: Path) -> Path:
     """A copy of the toy's start policy, to be damaged."""
-    return Path(shutil.copytree("/tmp/tsr", tmp_path / "policy"))
+    return Path(shutil.copytree(toy_start(), tmp_path / "policy"))
 
 
 def truncated_weights(tmp_path: Path) -> tuple[Path, tuple[str, ...]]:
@@ -92,8 +94,9 @@ def test_run_directory_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_run_directory_of_another_config(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    refused(*train_arguments(run_dir, "--model.path", str(tmp_path / "nowhere")))  # claims the folder, then fails
+    run_dir.mkdir()
+    (run_dir / "config.toml").write_text(dump_toml(load_config(TOY)), encoding="utf-8")
     before = (run_dir / "config.toml").read_bytes()
-    line = refused(*train_arguments(run_dir, "--run.seed", "7"))
+    line = refused("train", str(TOY), "--run.dir", str(run_dir), "--run.seed", "7")
     assert str(run_dir) in line and "run.seed = 0" in line and "now it is 7" in line
     assert (run_dir / "config.toml").read_bytes() == before

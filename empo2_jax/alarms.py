@@ -1,0 +1,37 @@
+"""What is said, or refused, when the numbers of an iteration point at something that cannot work."""
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from empo2_jax.errors import EnvError
+from empo2_jax.types import Episode
+
+MAX_GAP = 1e-3  # nats; ten times what the engine may differ by in f32
+_log = logging.getLogger(__name__)
+
+
+def refuse_many_failures(episodes: Sequence[Episode]) -> None:
+    """Warn when more than 2 % of the episodes are invalid; raise `EnvError` above 20 %, with the first reason."""
+    failed = [episode for episode in episodes if not episode.stop_reason.valid]
+    share = len(failed) / max(len(episodes), 1)
+    if share > 0.02:
+        text = f"{len(failed)} of {len(episodes)} episodes failed ({failed[0].stop_reason}: {failed[0].error})"
+        if share > 0.2:
+            raise EnvError(f"{text}; at most 20 % may")
+        _log.warning("%s", text)
+
+
+def warn(metrics: Mapping[str, float], learning_rate: float) -> None:
+    """Say when numbers point at a setting that cannot work or at an engine that does not match the trainer."""
+    if metrics.get("mismatch/logprob_abs_diff_max", 0.0) > MAX_GAP:
+        _log.warning(
+            "engine and trainer log-probs differ by %.1e nats, more than %.0e",
+            metrics["mismatch/logprob_abs_diff_max"],
+            MAX_GAP,
+        )
+    if metrics["actor/updates"] < 5 and learning_rate <= 2e-6:
+        _log.warning(
+            "%d updates per iteration at learning rate %g: the weights hardly move; lower update.minibatch_steps",
+            metrics["actor/updates"],
+            learning_rate,
+        )

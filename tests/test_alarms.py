@@ -1,0 +1,42 @@
+"""Limits on failed episodes, warnings on numbers that cannot work."""
+
+import logging
+
+import pytest
+
+from empo2_jax.alarms import refuse_many_failures, warn
+from empo2_jax.errors import EnvError
+from empo2_jax.types import Episode, Mode, StopReason, Task
+
+
+def episodes(good: int, bad: int) -> list[Episode]:
+    def make(stop: StopReason) -> Episode:
+        return Episode("e", Task("toy", "bulb", 0), "", Mode.ON_POLICY, (), stop, 0.0, False, 0, error="no Java")
+
+    return [make(StopReason.DONE)] * good + [make(StopReason.ENV_ERROR)] * bad
+
+
+def test_a_few_failures_are_silent(caplog: pytest.LogCaptureFixture) -> None:
+    refuse_many_failures(episodes(98, 2))
+    assert not caplog.records
+
+
+def test_more_than_two_percent_warn_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    refuse_many_failures(episodes(97, 3))
+    assert "3 of 100 episodes failed (env_error: no Java)" in caplog.text
+
+
+def test_more_than_a_fifth_end_the_run() -> None:
+    refuse_many_failures(episodes(80, 20))
+    with pytest.raises(EnvError, match="21 of 100 episodes failed"):
+        refuse_many_failures(episodes(79, 21))
+
+
+def test_gap_and_too_few_updates_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        warn({"actor/updates": 4.0, "mismatch/logprob_abs_diff_max": 0.01}, 1e-6)
+    assert "differ by 1.0e-02 nats" in caplog.text
+    assert "4 updates per iteration" in caplog.text
+    caplog.clear()
+    warn({"actor/updates": 4.0, "mismatch/logprob_abs_diff_max": 1e-6}, 1e-4)
+    assert not caplog.records
