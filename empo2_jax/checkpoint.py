@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
+def _uninterrupted() -> Generator[None, None, None]:
     """Ctrl-C waits for the end of the block: Orbax's threads answer it with tracebacks."""
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, or someone else's
         yield

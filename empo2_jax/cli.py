@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def _no_interrupt_lost() -> Iterator[None]:
+def _no_interrupt_lost() -> Generator[None, None, None]:
     """Send Ctrl-C again when it struck in a callback of the garbage collector, where Python drops the exception."""
     before = sys.unraisablehook
 
