@@ -49,7 +49,8 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     magnitude = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * magnitude for factor in (1, 2, 2.5, 5, 10) if factor * magnitude >= raw * (1 - 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(number * step, 12) for number in range(first, last + 1)]
+    digits = 12 - math.floor(math.log10(magnitude))
+    return [round(number * step, digits) for number in range(first, last + 1)]
 
 
 def number_text(value: float) -> str:
@@ -59,9 +60,10 @@ def number_text(value: float) -> str:
 
 def _span(values: list[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
-    if high > low:
+    size = max(abs(low), abs(high))
+    if high - low > 1e-9 * size:  # less is rounding, and has no distinct ticks
         return low, high
-    pad = abs(low) * 0.1 or 1.0
+    pad = size * 0.1 or 1.0
     return low - pad, high + pad
 
 

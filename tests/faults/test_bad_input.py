@@ -94,7 +94,7 @@ def test_run_directory_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_run_directory_of_another_config(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    run_dir.mkdir()
+    (run_dir / "checkpoints/0").mkdir(parents=True)
     (run_dir / "config.toml").write_text(dump_toml(load_config(TOY)), encoding="utf-8")
     before = (run_dir / "config.toml").read_bytes()
     line = refused("train", str(TOY), "--run.dir", str(run_dir), "--run.seed", "7")
