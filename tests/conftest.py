@@ -1,6 +1,7 @@
 """One JAX device, strict rank promotion, a compilation cache that outlives the run, and quiet hypothesis."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,9 @@ import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# A shell starts background jobs with Ctrl-C ignored, and children inherit that; the tests send it to their processes.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("empo2", deadline=None, max_examples=25, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("empo2")

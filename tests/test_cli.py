@@ -124,7 +124,10 @@ def test_interrupt_is_one_line_and_exit_code_130() -> None:
         "cli._report = wait; sys.exit(cli.main(['report', 'some run']))"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     with process:
         assert process.stdout is not None

@@ -173,7 +173,7 @@ def test_15_evaluation_is_repeatable_without_memory_and_writes_nothing():
         panels.append(evaluate(collector, family, config))
         collector.close()
     actions = [[s.action_ids.tolist() for e in panel.episodes for s in e.steps] for panel in panels]
-    assert actions[0] == actions[1] != actions[2]
+    assert actions[0] == actions[1] == actions[2]  # the seed of the run does not enter the panel
     assert temperatures == {0.4}
     assert all(episode.mode == Mode.ON_POLICY and not episode.tip for episode in panels[0].episodes)
     assert memory.content_hash() == before

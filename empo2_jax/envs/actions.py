@@ -8,6 +8,7 @@ the world refused the text. Pure text: this module knows no simulator.
 
 import re
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Literal, NamedTuple
 
 How = Literal["exact", "engine", "similar", "invalid"]
@@ -52,12 +53,13 @@ def fits(action: str, template: str) -> bool:
 
 
 def closest(action: str, candidates: Sequence[str], cutoff: float) -> Resolution:
-    """The candidate most like a refused `action` if its verb is harmless and the ratio exceeds `cutoff` in [0, 1]."""
+    """The candidate most like a refused `action` if its verb is harmless and the ratio reaches `cutoff` in [0, 1]."""
     words = action.split()
     if not words or words[0] not in HARMLESS:
         return Resolution("", "invalid")
-    ratio, candidate = most_similar(action, [text for text in candidates if text.split()[0] == words[0]])
-    return Resolution(candidate, "similar") if ratio > cutoff else Resolution("", "invalid")
+    same_verb = sorted(text for text in candidates if text.split()[0] == words[0])
+    near = get_close_matches(action, same_verb, n=1, cutoff=cutoff)
+    return Resolution(near[0], "similar") if near else Resolution("", "invalid")
 
 
 def most_similar(action: str, candidates: Sequence[str]) -> tuple[float, str]:

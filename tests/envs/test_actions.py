@@ -35,7 +35,7 @@ def test_reset_task_is_never_sent():
 
 def test_similarity_only_for_harmless_verbs():
     candidates = ["focus on orange", "open door to kitchen", "go to kitchen"]
-    assert actions.closest("open door to kitchens", candidates, 0.5) == ("open door to kitchen", "similar")
+    assert actions.closest("open door to kitchens", candidates, 0.8) == ("open door to kitchen", "similar")
     assert actions.closest("focus on oranges", candidates, 0.1).how == "invalid"
     assert actions.closest("open xyz", candidates, 0.8).how == "invalid"
     assert actions.closest("look at door to kitchen", candidates, 0.1).how == "invalid"  # the verb stays

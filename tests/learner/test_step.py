@@ -113,7 +113,7 @@ def test_gradients_of_micro_batches_add_up_to_that_of_one_batch(shift: float):
     assert_trees_close(one, two)
     assert one_sums.keys() == two_sums.keys()
     for name, value in one_sums.items():
-        np.testing.assert_allclose(two_sums[name], value, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(two_sums[name], value, rtol=1e-5, atol=1e-5)  # sums of last bits
 
 
 def test_first_update_is_the_policy_gradient_and_its_ratios_are_one():

@@ -100,8 +100,8 @@ def test_entries_carry_tip_action_and_rounded_score():
         episode(["go north", "boil"], [3.0, 5.26]), "Heat\nit. ", embeddings, buffer="b", iteration=5
     )
     assert contents(entries) == [
-        "Heat it. Action taken: go north. Final score: 8.3 out of 100.",
-        "Heat it. Action taken: boil. Final score: 8.3 out of 100.",
+        "Heat it. (action : go north ; score : 8 )",
+        "Heat it. (action : boil ; score : 8 )",
     ]
     assert [(e.score, e.episode, e.step, e.policy_version, e.iteration) for e in entries] == [
         (8.3, "i0/g0/e1", 0, 7, 5),
