@@ -146,6 +146,12 @@ def make_novelty(config: IntrinsicConfig, memory: MemoryConfig, embedder: Embedd
 def make_engine(config: Config, policy: Policy) -> Engine:
     """The in-process engine with room for an episode and its tip."""
     length = config.rollout.max_length + config.memory.tip_max_tokens + TIP_ROOM
+    limit = policy.model.config.max_position_embeddings
+    if length > limit:
+        raise ConfigError(
+            f"rollout.max_length + memory.tip_max_tokens + {TIP_ROOM} = {length} exceeds the {limit} positions of "
+            f"{config.model.path}"
+        )
     return JaxEngine(policy.model, slots=config.rollout.slots, max_length=length)
 
 

@@ -20,7 +20,7 @@ from empo2_jax.models.qwen2_config import Qwen2Config, rope_frequencies
 from empo2_jax.models.sharding import constrain
 from empo2_jax.ops.attention import cached_attention, segment_attention
 
-__all__ = ["KVCache", "Qwen2", "Qwen2Config", "init_cache", "narrow", "widen"]
+__all__ = ["KVCache", "Qwen2", "Qwen2Config", "init_cache"]
 
 Rotation = tuple[Float32[Array, "B T half"], Float32[Array, "B T half"]]
 Attend = Callable[[int | None, Array, Array, Array], Array]  # window, q, k, v → heads
@@ -38,20 +38,6 @@ def init_cache(config: Qwen2Config, slots: int, max_length: int, dtype: DTypeLik
     shape = (slots, config.num_kv_heads, max_length, config.head_dim)
     keys, values = (tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers)) for _ in range(2))
     return KVCache(keys, values)
-
-
-def narrow(cache: KVCache, width: int) -> KVCache:
-    """The first `width` columns as a cache of their own.
-
-    XLA on CPU copies a slice before a matrix product, at several times the cost of the product. A burst of decoding
-    therefore runs on a narrow cache (one copy) and `widen`s it back, instead of slicing in every step.
-    """
-    return jax.tree.map(lambda wide: wide[:, :, :width], cache)
-
-
-def widen(cache: KVCache, part: KVCache) -> KVCache:
-    """Write a narrow cache back into the first columns of the one it came from; donate `cache`."""
-    return jax.tree.map(lambda wide, new: jax.lax.dynamic_update_slice(wide, new, (0, 0, 0, 0)), cache, part)
 
 
 class Linear(nnx.Module):

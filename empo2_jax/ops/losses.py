@@ -8,6 +8,7 @@ denominators, losses and metric sums of micro-batches add up to those of the min
 from collections.abc import Mapping
 from typing import Literal
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -79,6 +80,7 @@ def policy_loss(
     Returns:
         The loss, and the sums that `finalize_metrics` turns into metrics; both add up over micro-batches.
     """
+    chex.assert_equal_shape((logprobs, entropy, *batch))
     mask, advantages, modes = map(jnp.asarray, (batch.loss_mask, batch.advantages, batch.mode))
     weight = jnp.where(mask, batch.token_weight, 0.0)
     logprobs, entropy = jnp.where(mask, logprobs, 0.0), jnp.where(mask, entropy, 0.0)

@@ -9,7 +9,7 @@ import transformers
 from flax import nnx
 
 from empo2_jax.errors import ConfigError
-from empo2_jax.models.qwen2 import KVCache, Qwen2, Qwen2Config, init_cache, narrow, widen
+from empo2_jax.models.qwen2 import Qwen2, Qwen2Config, init_cache
 
 BASE = {
     "vocab_size": 61,
@@ -233,17 +233,6 @@ def test_decoding_inside_a_loop_equals_greedy_search_by_forward() -> None:
         following = jnp.argmax(model(*row_inputs(ids))[:, -1] @ model.head.T, axis=-1)
         ids = np.concatenate([ids, np.asarray(following, np.int32)[:, None]], axis=1)
     np.testing.assert_array_equal(decode(model, cache, first), ids[:, 5:])
-
-
-def test_a_burst_on_a_narrow_cache_equals_the_wide_one() -> None:
-    model = small_model()
-    ids, zeros, counts = jnp.asarray(tokens(2, 4)), jnp.zeros(2, jnp.int32), jnp.full((2,), 4, jnp.int32)
-    cache = KVCache(*jax.tree.map(lambda leaf: leaf + 7.0, tuple(init_cache(model.config, 2, 12))))
-    expected, wide = model.extend(cache, ids, zeros, counts, width=6)
-    got, part = model.extend(narrow(cache, 6), ids, zeros, counts, width=6)
-    np.testing.assert_array_equal(got, expected)
-    for one, other in zip(jax.tree.leaves(widen(cache, part)), jax.tree.leaves(wide), strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 def test_bf16_compute_stays_close_and_parameters_stay_f32() -> None:
