@@ -163,7 +163,8 @@ def test_disk_that_fills_up_costs_nothing_saved(reference: Path, tmp_path: Path)
     process = start(*train_arguments(run_dir), program=limited)
     _, errors = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 2, errors[-2000:]
-    assert errors.splitlines()[-1].startswith(f"error: {run_dir / 'checkpoints/2'}: cannot save: ")
+    ours = f"error: {run_dir / 'checkpoints/2'}: cannot save: "  # among what Orbax's threads print, in any order
+    assert sum(line.startswith(ours) for line in errors.splitlines()) == 1
     finish(run_dir)
     assert_same(run_dir, reference)
 
