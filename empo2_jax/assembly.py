@@ -128,6 +128,7 @@ def make_memory(config: MemoryConfig, embedder: Embedder) -> TipMemory:
         top_k=config.top_k,
         distinct_episodes=config.distinct_episodes,
         eviction=config.eviction,
+        duplicates=config.duplicates,
     )
 
 

@@ -142,63 +142,68 @@ class ToyFamily:
     def demonstrations(self, split: str, count: int, seed: int) -> list[list[Message]]:
         """Chats of an expert with a misleading prior, in houses of random names and secrets.
 
-        A life is six episodes in one house; most lives begin with a tip of somebody who found something. Without tips
-        the expert trusts common sense (`SURPRISE` of mass on all that is unusual); with tips it goes where a tip says
-        something is, avoids where a tip says nothing is, and else prefers the usual. Every episode ends with its tip.
+        A life is six episodes in one house whose memory begins with an insider's episode. Without tips the expert
+        trusts common sense (`SURPRISE` of mass on all that is unusual); with tips it goes where a tip says something
+        is, avoids where a tip says nothing is, and else prefers the usual. Every episode ends with its tip, and its
+        memory shows tips as training does: best score first, ties newer first, one entry per episode.
         """
         chats: list[list[Message]] = []
         for life in range(-(-count // 6)):
             rng = generator(seed, "toy-life", split, life)
             secret = (PLACES[rng.integers(len(PLACES))], ROOMS[rng.integers(len(ROOMS))])
             house = HOUSES[rng.integers(len(HOUSES))]
-            memory = [_insider_tip(secret, rng)] if rng.random() < 0.6 else []
+            memory: list[tuple[float, list[str]]] = []
+            self._demonstrate(house, secret, memory, [], _insider_knowledge(secret, rng), rng)
             for _ in range(6):
-                with_tips = bool(rng.random() < 0.7)
-                chats.append(self._demonstrate(house, secret, memory, with_tips, rng))
+                tips = _recall(memory, rng) if rng.random() < 0.8 else []
+                chats.append(self._demonstrate(house, secret, memory, tips, " ".join(tips), rng))
         return chats[:count]
 
     def _demonstrate(
         self,
         house: str,
         secret: tuple[str, str],
-        memory: list[tuple[float, str]],
-        with_tips: bool,
+        memory: list[tuple[float, list[str]]],
+        tips: list[str],
+        knowledge: str,
         rng: np.random.Generator,
     ) -> list[Message]:
+        """One episode of an expert who is shown `tips` and acts on `knowledge`; its entries go to `memory`."""
         world = ToyHouse()
         observation = world.enter(house, secret)
-        shown = int(rng.integers(1, 3))
-        best = sorted(reversed(memory), key=lambda entry: -entry[0])[:shown] if with_tips else []
-        tips = [content for _, content in best]
-        text, messages, first_action = self.first_turn(world.goal, observation.text), [], ""
+        text, messages, actions = self.first_turn(world.goal, observation.text), [], []
         for _ in range(3):
             messages.append(Message("user", text + tips_block(tips)))
-            action = _expert(world, " ".join(tips), rng)
-            first_action = first_action or action
-            messages.append(Message("assistant", action))
-            observation = world.step(action)
+            actions.append(_expert(world, knowledge, rng))
+            messages.append(Message("assistant", actions[-1]))
+            observation = world.step(actions[-1])
             text = self.next_turn(observation.text)
             if observation.done:
                 break
         tip = " ".join(dict.fromkeys(world.facts))
         messages += [Message("user", self.tip_request(observation.text, world.score)), Message("assistant", tip)]
-        memory.append((world.score, tip_entry(tip, first_action, world.score)))
+        memory.append((world.score, [tip_entry(tip, action, world.score) for action in actions]))
         return messages
 
     def close(self) -> None:
         """Nothing to release."""
 
 
-def _insider_tip(secret: tuple[str, str], rng: np.random.Generator) -> tuple[float, str]:
-    """Score and content of a tip by somebody who found the bulb, and the lamp in half of the cases."""
+def _insider_knowledge(secret: tuple[str, str], rng: np.random.Generator) -> str:
+    """What somebody who was here before acts on: often the place, sometimes the room, sometimes only what is usual."""
     place, room = secret
-    found = rng.random() < 0.5
-    wrong = [name for name in ROOMS if name != room]
-    rooms = [f"the lamp is not in the {wrong[index]} ." for index in rng.permutation(len(wrong))[: rng.integers(3)]]
-    if found:
-        rooms = [*rooms[:1], f"the lamp is in the {room} ."]
-    score = 100.0 if found else 30.0
-    return score, tip_entry(" ".join([f"the bulb is in the {place} .", *rooms]), f"look in the {place}", score)
+    kind = rng.random()
+    if kind < 0.3:
+        return f"the bulb is in the {place} . the lamp is in the {room} ."
+    if kind < 0.6:
+        return f"the bulb is in the {place} ."
+    return " ".join(f"the bulb is not in the {usual} ." for usual in USUAL_PLACES) if kind < 0.8 else ""
+
+
+def _recall(memory: Sequence[tuple[float, list[str]]], rng: np.random.Generator) -> list[str]:
+    """One or two tips, best score first, ties newer first; mostly the entry of an episode's last action."""
+    best = sorted(reversed(memory), key=lambda episode: -episode[0])[: rng.integers(1, 3)]
+    return [entries[-1 if rng.random() < 0.7 else rng.integers(len(entries))] for _, entries in best]
 
 
 def _fact(observation: str) -> str:

@@ -27,6 +27,7 @@ from empo2_jax.types import Episode, Task, Tip
 
 Scope = Literal["variation", "task", "global"]
 Eviction = Literal["fifo", "lowest_score"]
+Duplicates = Literal["renew", "drop"]
 
 _VECTORS, _ENTRIES = "tips.safetensors", "tips.jsonl"
 _TEXT_FIELDS = ("counter", "buffer", "content", "score", "episode", "step", "policy_version", "iteration")
@@ -77,8 +78,8 @@ class _Buffer:
 
     index: VectorIndex
     entries: dict[int, Tip] = field(default_factory=dict)  # by counter, ascending
-    contents: set[str] = field(default_factory=set)
-    leaving: list[tuple[float, int]] = field(default_factory=list)
+    contents: dict[str, int] = field(default_factory=dict)  # counter of each content
+    leaving: list[tuple[float, int]] = field(default_factory=list)  # may still name entries that were renewed
 
 
 class TipMemory:
@@ -94,12 +95,14 @@ class TipMemory:
         top_k: int = 10,
         distinct_episodes: bool = True,
         eviction: Eviction = "fifo",
+        duplicates: Duplicates = "renew",
         cache_size: int = 8192,
     ) -> None:
         """Empty memory; `capacity` is per buffer, `cache_size` the number of texts whose vectors are remembered."""
         self._embedder, self._index_factory = embedder, index_factory
         self._capacity, self._threshold, self._top_k = capacity, threshold, top_k
         self._distinct_episodes, self._eviction, self._cache_size = distinct_episodes, eviction, cache_size
+        self._duplicates = duplicates
         self._cache: OrderedDict[bytes, Float32[np.ndarray, " D"]] = OrderedDict()
         self._buffers: dict[str, _Buffer] = {}
         self._next_counter = 0
@@ -144,26 +147,34 @@ class TipMemory:
         return [self.retrieve(buffer, vector) for (buffer, _), vector in zip(requests, vectors, strict=True)]
 
     def commit(self, tips: Iterable[Tip]) -> int:
-        """Make the tips visible, in the given order; returns how many were new.
+        """Make the tips visible, in the given order; returns how many contents were new.
 
-        A content already in its buffer is dropped. A full buffer evicts, and an evicted content may come again.
+        A content already in its buffer stays one entry: under `drop` the old one stays as it is, under `renew` the new
+        one takes its place, so that what is written again and again counts as newest and stays ahead of lone errors of
+        equal score. A full buffer evicts, and an evicted content may come again.
         """
         added: dict[str, list[Tip]] = {}
-        evicted: dict[str, list[int]] = {}
+        gone: dict[str, list[int]] = {}
+        new = 0
         for tip in tips:
-            store = self._buffer(tip.buffer)
-            if tip.content in store.contents:
-                self._statistics["duplicates"] += 1
+            store, removed = self._buffer(tip.buffer), gone.setdefault(tip.buffer, [])
+            known = store.contents.get(tip.content)
+            self._statistics["duplicates"] += known is not None
+            if known is None:
+                new += 1
+            elif self._duplicates == "drop":
                 continue
+            else:
+                removed.append(self._remove(store, known))
             tip = replace(tip, counter=self._next_counter)
             self._next_counter += 1
             self._insert(store, tip)
             added.setdefault(tip.buffer, []).append(tip)
             if len(store.entries) > self._capacity:
-                evicted.setdefault(tip.buffer, []).append(self._evict(store))
-        for name, new in added.items():
-            self._update_index(self._buffers[name], new, evicted.get(name, []))
-        return sum(map(len, added.values()))
+                removed.append(self._evict(store))
+        for name, entries in added.items():
+            self._update_index(self._buffers[name], entries, gone[name])
+        return new
 
     def metrics(self) -> dict[str, int]:
         """Size and run-long counters: queries, hits (queries with a tip), retrieved, duplicates, evictions."""
@@ -215,13 +226,18 @@ class TipMemory:
 
     def _insert(self, store: _Buffer, tip: Tip) -> None:
         store.entries[tip.counter] = tip
-        store.contents.add(tip.content)
+        store.contents[tip.content] = tip.counter
         heapq.heappush(store.leaving, (tip.score if self._eviction == "lowest_score" else 0.0, tip.counter))
 
     def _evict(self, store: _Buffer) -> int:
-        _, counter = heapq.heappop(store.leaving)
-        store.contents.remove(store.entries.pop(counter).content)
         self._statistics["evictions"] += 1
+        while (counter := heapq.heappop(store.leaving)[1]) not in store.entries:
+            pass
+        return self._remove(store, counter)
+
+    @staticmethod
+    def _remove(store: _Buffer, counter: int) -> int:
+        del store.contents[store.entries.pop(counter).content]
         return counter
 
     @staticmethod

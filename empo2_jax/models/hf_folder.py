@@ -141,6 +141,7 @@ def write_tensors(
         files = [SINGLE]
     for file, names in zip(files, shards, strict=True):
         save_file({name: np.ascontiguousarray(read(name)) for name in names}, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(0o644)  # written as private; engines and colleagues read it too
     if len(shards) > 1:
         weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})

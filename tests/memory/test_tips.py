@@ -75,6 +75,20 @@ def test_lowest_score_eviction_takes_the_older_of_equals():
     assert contents(tips.retrieve("b", A)) == ["c", "b"]
 
 
+def test_a_content_written_again_counts_as_newest_unless_dropped():
+    between = np.float32(0.5**0.5) * (A + B)
+    renewing, dropping = memory(capacity=2, duplicates="renew"), memory(capacity=2, duplicates="drop")
+    for tips in (renewing, dropping):
+        assert tips.commit([tip("right", 9), tip("wrong", 9)]) == 2
+        assert tips.commit([tip("right", 9, key=B)]) == 0
+        assert tips.metrics()["duplicates"] == 1
+    assert contents(dropping.retrieve("b", A)) == ["wrong", "right"]
+    assert contents(renewing.retrieve("b", A)) == ["wrong"]  # "right" is now found where it was written last
+    assert contents(renewing.retrieve("b", between)) == ["right", "wrong"]
+    renewing.commit([tip("third", 9)])  # first in, first out goes by the renewed order
+    assert contents(renewing.retrieve("b", between)) == ["third", "right"]
+
+
 def test_capacity_and_duplicates_are_per_buffer():
     tips = memory(capacity=1)
     tips.commit([tip("same", buffer="x"), tip("same", buffer="y")])
@@ -143,9 +157,10 @@ def test_batched_retrieval_embeds_each_text_once():
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 3), st.integers(0, 2)), max_size=40), st.data())
 def test_never_over_capacity_and_equal_for_both_indexes(draws, data):
     capacity, eviction = data.draw(st.integers(1, 6)), data.draw(st.sampled_from(["fifo", "lowest_score"]))
+    duplicates = data.draw(st.sampled_from(["renew", "drop"]))
     keys = np.stack([A, B, HALF])
     new = [tip(f"tip {content}", float(score), key=keys[axis]) for content, score, axis in draws]
-    options = {"capacity": capacity, "eviction": eviction, "top_k": 3}
+    options = {"capacity": capacity, "eviction": eviction, "duplicates": duplicates, "top_k": 3}
     exact, scann = memory(**options), memory(lambda size: ScannIndex(size, exact_below=1), **options)
     cut = data.draw(st.integers(0, len(new)))
     for part in (new[:cut], new[cut:]):
