@@ -2,7 +2,7 @@
 
 A house is dark. The bulb lies in one of 16 places and fits the lamp of one of 8 rooms; three actions must do. Finding
 the bulb is worth 30 points, lighting the lamp 70. Common sense (the start policy, see `demonstrations`) looks where
-bulbs usually are; in the houses that are trained on they are elsewhere. Everything is plain sentences over a closed
+bulbs of such a house usually are; in the houses that are trained on they are elsewhere. Everything is plain sentences over a closed
 vocabulary, so that a tiny model can read, act and write tips. Train and test houses are the same: the world asks
 whether what memory found out ends up in the weights, not whether it generalizes.
 """
@@ -25,16 +25,22 @@ PLACES = (
 )
 ROOMS = ["kitchen", "hall", "attic", "cellar", "garage", "nursery", "library", "pantry"]
 HOUSES = ["red", "green", "blue", "white", "black", "yellow", "brown", "pink"]
-USUAL_PLACES, USUAL_ROOMS = PLACES[:4], ROOMS[:2]
-# The secrets of house v: never where common sense looks.
-SECRETS = tuple((PLACES[4 + (5 * v + 3) % 12], ROOMS[2 + (v * 5 + 1) % 6]) for v in range(len(HOUSES)))
+# The secrets of house v: never where common sense looks (`usual`).
+SECRETS = tuple((PLACES[(3 * v + 7) % 16], ROOMS[(v + 2 + 5 * v % 6) % 8]) for v in range(len(HOUSES)))
 SURPRISE = 0.01  # probability that the start policy, without a tip, tries anything unusual
+
+
+def usual(house: str) -> tuple[list[str], list[str]]:
+    """Where common sense looks in a house: four places and two rooms, other ones in every house."""
+    number = HOUSES.index(house)
+    return [PLACES[(2 * number + i) % 16] for i in range(4)], [ROOMS[(number + i) % 8] for i in range(2)]
 
 
 @dataclass
 class ToyHouse:
     """One house; see the module."""
 
+    house: str = ""
     goal: str = ""
     secret: tuple[str, str] = ("", "")
     score: float = 0.0
@@ -50,7 +56,7 @@ class ToyHouse:
 
     def enter(self, house: str, secret: tuple[str, str]) -> Observation:
         """Start in a house with given secrets (used for demonstrations)."""
-        self.goal = f"light the lamp of the {house} house ."
+        self.house, self.goal = house, f"light the lamp of the {house} house ."
         self.secret, self.score, self.done, self.found, self.facts = secret, 0.0, False, False, []
         return self._observe("it is dark . the bulb is hidden .", 0.0, "exact", "")
 
@@ -153,7 +159,7 @@ class ToyFamily:
             secret = (PLACES[rng.integers(len(PLACES))], ROOMS[rng.integers(len(ROOMS))])
             house = HOUSES[rng.integers(len(HOUSES))]
             memory: list[tuple[float, list[str]]] = []
-            self._demonstrate(house, secret, memory, [], _insider_knowledge(secret, rng), rng)
+            self._demonstrate(house, secret, memory, [], _insider_knowledge(house, secret, rng), rng)
             for _ in range(6):
                 tips = _recall(memory, rng) if rng.random() < 0.8 else []
                 chats.append(self._demonstrate(house, secret, memory, tips, " ".join(tips), rng))
@@ -189,7 +195,7 @@ class ToyFamily:
         """Nothing to release."""
 
 
-def _insider_knowledge(secret: tuple[str, str], rng: np.random.Generator) -> str:
+def _insider_knowledge(house: str, secret: tuple[str, str], rng: np.random.Generator) -> str:
     """What somebody who was here before acts on: often the place, sometimes the room, sometimes only what is usual."""
     place, room = secret
     kind = rng.random()
@@ -197,7 +203,7 @@ def _insider_knowledge(secret: tuple[str, str], rng: np.random.Generator) -> str
         return f"the bulb is in the {place} . the lamp is in the {room} ."
     if kind < 0.6:
         return f"the bulb is in the {place} ."
-    return " ".join(f"the bulb is not in the {usual} ." for usual in USUAL_PLACES) if kind < 0.8 else ""
+    return " ".join(f"the bulb is not in the {place} ." for place in usual(house)[0]) if kind < 0.8 else ""
 
 
 def _recall(memory: Sequence[tuple[float, list[str]]], rng: np.random.Generator) -> list[str]:
@@ -219,16 +225,17 @@ def _fact(observation: str) -> str:
 
 
 def _expert(world: ToyHouse, tips: str, rng: np.random.Generator) -> str:
-    thing, options, usual, verb = (
-        ("lamp", ROOMS, USUAL_ROOMS, "try the") if world.found else ("bulb", PLACES, USUAL_PLACES, "look in the")
+    places, rooms = usual(world.house)
+    thing, options, preferred, verb = (
+        ("lamp", ROOMS, rooms, "try the") if world.found else ("bulb", PLACES, places, "look in the")
     )
     known = tips + " " + " ".join(world.facts)
     if match := re.search(rf"the {thing} is in the (\w+)", known):
         return f"{verb} {match[1]}"
     excluded = set(re.findall(rf"the {thing} is not in the (\w+)", known))
     left = [option for option in options if option not in excluded]
-    likely = [option for option in left if option in usual]
-    unusual = [option for option in left if option not in usual]
+    likely = [option for option in left if option in preferred]
+    unusual = [option for option in left if option not in preferred]
     pool = likely if likely and (rng.random() >= SURPRISE or not unusual) else unusual
     return f"{verb} {pool[rng.integers(len(pool))]}"
 

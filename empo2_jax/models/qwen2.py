@@ -49,7 +49,8 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
         """Apply in the dtype of `x`."""
-        y = jnp.einsum("bti,oi->bto", x, self.weight[...].astype(x.dtype))
+        flat = x.reshape(-1, x.shape[-1])
+        y = (flat @ self.weight[...].astype(x.dtype).T).reshape(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)[None, None]
 
 

@@ -34,7 +34,6 @@ def token_logprobs(
     hidden = jnp.pad(hidden, ((0, pad), (0, 0))).reshape(chunk, parts, width).swapaxes(0, 1)
     targets = jnp.pad(targets, (0, pad)).reshape(chunk, parts).swapaxes(0, 1)
 
-    @jax.checkpoint
     def one_chunk(inputs: tuple[Array, Array]) -> tuple[Array, Array]:
         states, ids = inputs
         logits = jnp.einsum("nd,vd->nv", states, head.astype(states.dtype), preferred_element_type=jnp.float32)
@@ -42,5 +41,6 @@ def token_logprobs(
         chosen = jnp.take_along_axis(logprobs, ids[:, None], axis=1)[:, 0]
         return chosen, -jnp.sum(jnp.exp(logprobs) * logprobs, axis=1)
 
-    chosen, entropy = jax.lax.map(one_chunk, (hidden, targets))
+    # A single chunk has nothing to gain from being computed twice.
+    chosen, entropy = jax.lax.map(jax.checkpoint(one_chunk) if parts > 1 else one_chunk, (hidden, targets))
     return chosen.swapaxes(0, 1).reshape(-1)[:count], entropy.swapaxes(0, 1).reshape(-1)[:count]

@@ -31,7 +31,8 @@ from empo2_jax.rollout.slots import Placement, SlotTable, TokenIds
 
 EXTEND_BUCKETS = (16, 64, 256, 1024)  # tokens per row of one `_extend`
 EXTEND_TOKENS = 2048  # rows × bucket of one `_extend`: few rows of long chunks, many of short ones
-MIN_WIDTH = 64  # smallest number of cache columns read
+EXTEND_TOKENS_CPU = 256  # a full core needs no more, and rows that only pad cost as much as others
+MIN_WIDTH = 256  # smallest number of cache columns read: fewer would compile more and save little
 MAX_STOP_IDS = 8
 NOISE_BLOCK = 128  # tokens of a block in two-level Gumbel-argmax
 
@@ -66,6 +67,7 @@ class JaxEngine:
         self._graphdef, own = nnx.split(model)
         self._structure, self._shapes = jax.tree.structure(own), _shapes(own)
         self._table = SlotTable(slots, max_length)
+        self._extend_tokens = EXTEND_TOKENS_CPU if jax.default_backend() == "cpu" else EXTEND_TOKENS
         self._cache = init_cache(self._config, slots, max_length, self._dtype)
         self._hidden = jnp.zeros((slots, self._config.hidden_size), self._dtype)
         self.load(own, policy_version)
@@ -151,7 +153,7 @@ class JaxEngine:
             pending = {placements[index].slot: (prompts[index], placements[index].cached) for index in members}
             while pending:
                 for (bucket, width), slots in _group(pending, self.max_length).items():
-                    rows = min(len(self._table), EXTEND_TOKENS // bucket)
+                    rows = min(len(self._table), max(1, self._extend_tokens // bucket))
                     for start in range(0, len(slots), rows):
                         chunk = slots[start : start + rows]
                         work = [(slot, pending[slot][0], pending[slot][1]) for slot in chunk]
@@ -293,6 +295,7 @@ def _decode(
     """Sample until every slot met a stop id or its limit; the last token sampled is not put into the cache."""
     model = nnx.merge(graphdef, params)
     slots, _, columns, _ = cache.keys[0].shape
+    narrow = jax.tree.map(lambda part: part[:, :, :width], cache)  # once, not in every step of the loop
 
     def sample(loop: _Loop, hidden: Float[Array, "S D"]) -> _Loop:
         logits = jnp.einsum("sd,vd->sv", hidden, model.head.astype(hidden.dtype), preferred_element_type=jnp.float32)
@@ -315,7 +318,7 @@ def _decode(
     zeros = jnp.zeros((slots, columns), jnp.int32)
     start = _Loop(
         step=jnp.int32(0),
-        cache=cache,
+        cache=narrow,
         lengths=lengths,
         active=jnp.asarray(sampling.limits) > 0,
         ids=zeros,
@@ -323,7 +326,8 @@ def _decode(
         counts=jnp.zeros(slots, jnp.int32),
     )
     end = jax.lax.while_loop(lambda loop: loop.active.any(), body, sample(start, hidden))
-    return end.cache, end.ids, end.logprobs, end.counts
+    cache = jax.tree.map(lambda part, row: part.at[:, :, :width].set(row), cache, end.cache)
+    return cache, end.ids, end.logprobs, end.counts
 
 
 def _draw(

@@ -59,8 +59,11 @@ def test_admissible_actions_are_places_then_rooms():
 def test_secrets_are_distinct_and_never_where_common_sense_looks():
     assert len(set(toy.SECRETS)) == len({place for place, _ in toy.SECRETS}) == 8
     assert all(place in toy.PLACES and room in toy.ROOMS for place, room in toy.SECRETS)
-    assert not {place for place, _ in toy.SECRETS} & set(toy.USUAL_PLACES)
-    assert not {room for _, room in toy.SECRETS} & set(toy.USUAL_ROOMS)
+    for name, (place, room) in zip(toy.HOUSES, toy.SECRETS, strict=True):
+        places, rooms = toy.usual(name)
+        assert (len(set(places)), len(set(rooms))) == (4, 2)
+        assert place not in places and room not in rooms
+    assert len({tuple(toy.usual(name)[0]) for name in toy.HOUSES}) == 8
 
 
 @pytest.mark.parametrize("task", [Task("toy", "bulb", 8), Task("toy", "bulb", -1), Task("toy", "lamp", 0)])
@@ -130,8 +133,10 @@ def test_demonstrations_are_valid_episodes_that_end_with_their_facts():
 def test_demonstrations_follow_common_sense_without_tips_and_tips_where_they_stand():
     chats = toy.family().demonstrations("train", 300, 2)
     bare = [chat for chat in chats if "Tips" not in chat[0].content]
-    usual = [chat[1].content.split()[-1] in toy.USUAL_PLACES for chat in bare]
-    assert len(bare) > 50 and sum(usual) >= 0.95 * len(usual)
+    houses = [re.search(r"of the (\w+) house", chat[0].content) for chat in bare]
+    first = [chat[1].content.split()[-1] for chat in bare]
+    usual = [place in toy.usual(house[1])[0] for house, place in zip(houses, first, strict=True) if house]
+    assert len(usual) == len(bare) > 40 and sum(usual) >= 0.95 * len(usual)
     told = 0
     for chat in chats:
         if "Tips" in chat[0].content and (fact := re.search(r"the bulb is in the (\w+)", chat[0].content)):
