@@ -3,10 +3,11 @@
 import logging
 from collections.abc import Mapping, Sequence
 
-from empo2_jax.errors import EnvError
+from empo2_jax.errors import EnvError, UpdateError
 from empo2_jax.types import Episode
 
 MAX_GAP = 1e-3  # nats; ten times what the engine may differ by in f32
+MAX_SKIPPED = 3  # updates in a row
 _log = logging.getLogger(__name__)
 
 
@@ -19,6 +20,24 @@ def refuse_many_failures(episodes: Sequence[Episode]) -> None:
         if share > 0.2:
             raise EnvError(f"{text}; at most 20 % may")
         _log.warning("%s", text)
+
+
+def count_skipped(in_a_row: int, skipped: bool, where: str) -> int:
+    """How many updates in a row were skipped, after one more; `where` names it in the warning.
+
+    Raises:
+        UpdateError: it was the third: nothing will be learned any more.
+    """
+    if not skipped:
+        return 0
+    text = f"{where}: the loss or the gradient is not finite"
+    if in_a_row + 1 == MAX_SKIPPED:
+        raise UpdateError(
+            f"{text}, {MAX_SKIPPED} updates in a row; the weights are unharmed, but this configuration cannot go on: "
+            "a lower learning_rate helps most"
+        )
+    _log.warning("%s; the update was skipped", text)
+    return in_a_row + 1
 
 
 def warn(metrics: Mapping[str, float], learning_rate: float) -> None:

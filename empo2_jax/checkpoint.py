@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import shutil
-import signal
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +24,7 @@ import orbax.checkpoint as ocp
 
 from empo2_jax.config import Config
 from empo2_jax.errors import CheckpointError
+from empo2_jax.interrupts import uninterrupted
 from empo2_jax.metrics import METRICS_FILE, read_metrics, untimed
 
 FORMAT = 1
@@ -38,30 +38,25 @@ _log = logging.getLogger(__name__)
 
 
 @contextmanager
-def _uninterrupted() -> Generator[None, None, None]:
-    """Ctrl-C waits for the end of the block: Orbax's threads answer it with tracebacks."""
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, or someone else's
-        yield
-        return
-    pressed = []
-    signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+def _quiet() -> Generator[None, None, None]:
+    """Orbax's threads log with a traceback what Orbax also raises; one line of ours is enough."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if pressed:
-        raise KeyboardInterrupt
+        logger.setLevel(level)
 
 
 class CheckpointStore:
     """The checkpoints of one run directory. One writer at a time (see `RunLock`); readers are free."""
 
-    def __init__(self, run_dir: Path, keep: int, fingerprint: str = "") -> None:
-        """`keep` newest steps survive a save; `fingerprint` (of the configuration) is recorded in the manifests."""
+    def __init__(self, run_dir: Path, keep: int) -> None:
+        """`keep` newest steps survive a save."""
         self._run_dir = run_dir
         self._folder = run_dir / FOLDER
         self._keep = keep
-        self._fingerprint = fingerprint
         self._parent: int | None = None
 
     def steps(self) -> list[int]:
@@ -70,7 +65,7 @@ class CheckpointStore:
             return []
         return sorted(int(path.name) for path in self._folder.iterdir() if path.name.isdecimal())
 
-    @_uninterrupted()
+    @uninterrupted()
     def save(
         self,
         step: int,
@@ -100,7 +95,7 @@ class CheckpointStore:
             _require_space(self._folder, sum(leaf.nbytes for leaf in leaves.values()))
             for name in ("memory", "novelty"):
                 (draft / name).mkdir(parents=True)
-            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
                 checkpointer.save((draft / "state").absolute(), args=ocp.args.PyTreeSave(leaves))
             memory_dump(draft / "memory")
             novelty_dump(draft / "novelty")
@@ -133,7 +128,7 @@ class CheckpointStore:
             raise CheckpointError(f"{self._folder}: no usable checkpoint; the newest is bad: {bad[0]}")
         return None
 
-    @_uninterrupted()
+    @uninterrupted()
     def restore(self, step: int, abstract_state: Any, *, partial: bool = False) -> tuple[Any, Path, dict[str, Any]]:
         """Verify and load one step.
 
@@ -227,7 +222,6 @@ class CheckpointStore:
             "format": FORMAT,
             "step": step,
             "parent": self._parent,
-            "config": self._fingerprint,
             "content": content,
             "files": files,
         }
@@ -284,19 +278,15 @@ class RunLock:
 
 
 def check_same_run(saved: Config, new: Config) -> None:
-    """Raise `CheckpointError` naming the first key that differs, except those of `MAY_DIFFER`."""
+    """Raise `CheckpointError` naming the first three keys that differ, except those of `MAY_DIFFER`."""
     before, now = _flat(saved), _flat(new)
-    for key, value in before.items():
-        if now[key] != value:
-            raise CheckpointError(
-                f"{new.run_dir}: the run was started with {key} = {value!r}, now it is {now[key]!r}; "
-                "use another run.dir or the old value"
-            )
-
-
-def fingerprint(config: Config) -> str:
-    """SHA-256 of the keys that two configurations of one run must share."""
-    return hashlib.sha256(_canonical(_flat(config))).hexdigest()
+    differ = [f"{key} = {value!r}, now it is {now[key]!r}" for key, value in before.items() if now[key] != value]
+    if differ:
+        more = f"; and {len(differ) - 3} more" if len(differ) > 3 else ""
+        raise CheckpointError(
+            f"{new.run_dir}: the run was started with {'; with '.join(differ[:3])}{more}; "
+            "use another run.dir or the old values"
+        )
 
 
 def _flat(config: Config) -> dict[str, Any]:

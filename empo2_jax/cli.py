@@ -25,6 +25,7 @@ from rich.table import Table
 from empo2_jax.assets import cache_folder
 from empo2_jax.config import Config, dump_toml, load_config
 from empo2_jax.errors import ConfigError, Empo2Error
+from empo2_jax.interrupts import uninterrupted
 
 RESUME_HELP = (
     "auto: continue or start; never: refuse a directory with checkpoints; PATH: go back to that checkpoint "
@@ -213,8 +214,8 @@ def _train(options: argparse.Namespace) -> int:
         print(dump_toml(config))
         print("\n".join(plan(config)))
         return 0
-    from empo2_jax import trainer
-
+    with uninterrupted():
+        from empo2_jax import trainer
     run_dir = trainer.run(config, resume=options.resume, command=["empo2", *options.arguments])
     print(f"report: {run_dir / 'report.html'}")
     return 0
@@ -222,8 +223,8 @@ def _train(options: argparse.Namespace) -> int:
 
 def plan(config: Config) -> list[str]:
     """What a run would do, line by line; checks that the environment knows the tasks."""
-    from empo2_jax import assembly
-
+    with uninterrupted():
+        from empo2_jax import assembly
     family = assembly.make_family(config)
     try:
         train, panel = family.tasks("train"), family.tasks(config.evaluation.split)
@@ -251,8 +252,8 @@ def plan(config: Config) -> list[str]:
 def _warmstart(options: argparse.Namespace) -> int:
     config = _load(options)
     folder = options.out or config.run_dir / "start"
-    from empo2_jax import assembly, warmstart
-
+    with uninterrupted():
+        from empo2_jax import assembly, warmstart
     family = assembly.make_family(config)
     try:
         warmstart.ensure_start(config, family, folder)
@@ -265,8 +266,8 @@ def _warmstart(options: argparse.Namespace) -> int:
 def _evaluate(options: argparse.Namespace) -> int:
     if options.repeats is not None and options.repeats < 1:
         raise ConfigError(f"--repeats {options.repeats}: at least 1 is allowed")
-    from empo2_jax.trained import evaluate_run
-
+    with uninterrupted():
+        from empo2_jax.trained import evaluate_run
     record = evaluate_run(options.run, options.split, options.repeats, options.step)
     table = Table("task", "variation", "score", "success", title=f"{record['split']}, checkpoint {record['iteration']}")
     for row in record["rows"]:
@@ -358,7 +359,3 @@ def _doctor(options: argparse.Namespace) -> int:
         table.add_row(check.name, check.found, "good" if check.ok else "MISSING" if check.needed else "look at this")
     Console().print(table)
     return 1 if any(check.needed and not check.ok for check in checks) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

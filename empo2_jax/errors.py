@@ -5,7 +5,7 @@ Empo2Error
 ├── DataError         a weights file, tokenizer, catalogue or recorded run that cannot be read
 ├── EnvError          the environment failed: no Java, a dead simulator, an unknown task
 ├── EngineError       the rollout engine failed or refused a request
-├── SyncError         published weights are incomplete, stale or wrong
+├── UpdateError       the training diverged: no update has a finite loss and gradient any more
 └── CheckpointError   a checkpoint is missing, corrupt or belongs to another run
 
 The message says what, where, and what is allowed. `empo2` prints it on one line and exits with 2.
@@ -32,8 +32,8 @@ class EngineError(Empo2Error):
     """The rollout engine failed."""
 
 
-class SyncError(Empo2Error):
-    """Published weights cannot be trusted."""
+class UpdateError(Empo2Error):
+    """The optimizer has nothing finite to apply."""
 
 
 class CheckpointError(Empo2Error):

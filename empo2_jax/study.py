@@ -88,7 +88,7 @@ def run_study(path: Path, out: Path, seeds: int | None = None, jobs: int = 2, ar
 def _cell(study: Study, out: Path, arm: str, seed: int) -> dict[str, Any]:
     folder = out / arm / f"seed{seed}"
     overrides = [*study.arms[arm], f"run.seed={seed}", f'run.dir="{folder}"', "run.tensorboard=false"]
-    command = [sys.executable, "-m", "empo2_jax.cli", "train", str(study.base)]
+    command = [sys.executable, "-m", "empo2_jax", "train", str(study.base)]
     for override in overrides:
         key, _, value = override.partition("=")
         command += [f"--{key}", value.strip('"')]

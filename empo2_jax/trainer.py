@@ -19,16 +19,16 @@ import numpy as np
 from flax import nnx
 
 from empo2_jax import assembly, warmstart
-from empo2_jax.alarms import refuse_many_failures, warn
+from empo2_jax.alarms import count_skipped, refuse_many_failures, warn
 from empo2_jax.algorithms.base import group_metrics, valid_episodes
-from empo2_jax.checkpoint import CheckpointStore, RunLock, check_same_run, fingerprint
+from empo2_jax.checkpoint import CheckpointStore, RunLock, check_same_run
 from empo2_jax.config import Config, dump_toml, load_config
 from empo2_jax.data.packing import pack
 from empo2_jax.data.rows import build_rows, drop_unlikely_steps, minibatches, token_weights
 from empo2_jax.errors import CheckpointError, ConfigError
 from empo2_jax.evaluation import evaluate
 from empo2_jax.learner.ledgers import fill, scorer
-from empo2_jax.learner.optim import policy_optimizer
+from empo2_jax.learner.optim import policy_optimizer, policy_rate
 from empo2_jax.learner.step import Learner, LearnerState
 from empo2_jax.memory.novelty import PendingVisits, novelty_key
 from empo2_jax.memory.tips import buffer_key, make_tip_entries
@@ -73,7 +73,7 @@ def _check_claim(config: Config, resume: str) -> None:
     steps = CheckpointStore(config.run_dir, config.checkpoint.keep).steps()
     if resume == "never" and steps:
         raise CheckpointError(f"{config.run_dir}: has checkpoints; use --resume auto or another run.dir")
-    if steps and saved.is_file():
+    if steps:
         check_same_run(load_config(saved), config)
 
 
@@ -96,9 +96,10 @@ class Trainer:
         self.learner = self._learner()
         self.state: LearnerState = self.learner.init(_copy(self.policy.params))
         self.reference = self.policy.params if config.algorithm.kl_coefficient > 0 else None
-        self.store = CheckpointStore(config.run_dir, config.checkpoint.keep, fingerprint(config))
+        self.store = CheckpointStore(config.run_dir, config.checkpoint.keep)
         self.iteration = 0
         self._sampled = 0  # tokens of the newest rollout
+        self._skipped = 0  # updates in a row, up to now
         self.totals = {"environment_steps": 0, "prompt_tokens": 0, "sampled_tokens": 0, "tip_calls": 0}
         self._stack = stack
 
@@ -138,6 +139,7 @@ class Trainer:
             self.memory.load(folder / "memory")
             self.novelty.load(folder / "novelty")
             self.iteration, self.totals = cursor["iteration"], cursor["totals"]
+            self._skipped = cursor.get("skipped_in_a_row", 0)
         self.engine.load(_copy(self.state.params), self.iteration)
         sinks = [TensorBoardSink(self.config.run_dir)] if self.config.run.tensorboard else []
         self.metrics = MetricsLog(self.config.run_dir, cursor.get("metrics_lines", 0), sinks)
@@ -248,7 +250,11 @@ class Trainer:
         return [replace(group, episodes=tuple(map(reward, group.episodes))) for group in groups], pending
 
     def update(self, episodes: Sequence[Episode], advantages: Sequence[float]) -> dict[str, float]:
-        """Rows, ledgers, mini-batches, optimizer steps; the metrics of all of them."""
+        """Rows, ledgers, mini-batches, optimizer steps; the metrics of all of them.
+
+        `actor/updates` counts the optimizer steps, `actor/skipped_updates` those left out because nothing finite was to
+        be applied (no other metric has a part of them), `actor/lr` is the learning rate of the last one.
+        """
         algorithm, update = self.config.algorithm, self.config.update
         rows = build_rows(
             episodes, advantages, min_token_prob=algorithm.min_token_prob, mask_modes=algorithm.mask_modes
@@ -259,7 +265,7 @@ class Trainer:
             "actor/rows_too_long": float(len(rows) - len(fits)),
         }
         if not fits:
-            return metrics | {"actor/updates": 0.0}
+            return metrics | {"actor/updates": 0.0, "actor/skipped_updates": 0.0}
         score = partial(scorer, self.learner, buckets=update.buckets, micro_batch_tokens=update.micro_batch_tokens)
         filled, gaps = fill(
             fits,
@@ -270,20 +276,27 @@ class Trainer:
             reference=score(self.reference) if self.reference is not None else None,
         )
         totals: dict[str, np.ndarray] = {}
-        count = 0
+        count = skipped = 0
         for epoch in range(update.epochs):
             order = generator(self.config.run.seed, "minibatches", self.iteration, epoch).permutation(len(episodes))
             for part in minibatches([len(e.steps) for e in episodes], update.minibatch_steps, order):
                 batches = self._batches(filled, set(part))
                 if batches:
                     self.state, sums = self.learner.update(self.state, batches)
+                    where = f"iteration {self.iteration + 1}, update {count + skipped + 1}"
+                    self._skipped = count_skipped(self._skipped, bool(sums.pop("skipped")), where)
+                    if self._skipped:
+                        skipped += 1
+                        continue
                     totals = {name: totals.get(name, 0.0) + value for name, value in sums.items()}
                     count += 1
-        norm = float(totals.pop("grad_norm", 0.0)) / max(count, 1)
-        totals.pop("loss", None)
-        return (
-            metrics | gaps | finalize_metrics(totals, count) | {"actor/grad_norm": norm, "actor/updates": float(count)}
-        )
+        metrics |= gaps | {"actor/updates": float(count), "actor/skipped_updates": float(skipped)}
+        if not count:
+            return metrics
+        metrics["actor/grad_norm"] = float(totals.pop("grad_norm")) / count
+        metrics["actor/lr"] = float(np.asarray(policy_rate(update)(int(self.state.updates) - 1)))
+        totals.pop("loss")
+        return metrics | finalize_metrics(totals, count)
 
     def _batches(self, rows: Sequence[Row], members: set[int]) -> list[Any]:
         algorithm, update = self.config.algorithm, self.config.update
@@ -319,6 +332,7 @@ class Trainer:
         cursor = {
             "iteration": self.iteration,
             "totals": self.totals,
+            "skipped_in_a_row": self._skipped,
             "metrics_lines": self.metrics.lines,
             "evaluation_lines": self.evaluations.lines,
         }
@@ -336,6 +350,7 @@ class Trainer:
         steps = [step for episode in episodes for step in episode.steps]
         self.totals["environment_steps"] += len(steps)
         self.totals["prompt_tokens"] += sum(len(step.prompt_ids) - step.cached_tokens for step in steps)
+        self.totals["prompt_tokens"] += sum(episode.tip_prompt_tokens for episode in episodes)
         self._sampled = sum(len(step.action_ids) for step in steps) + sum(episode.tip_tokens for episode in episodes)
         self.totals["sampled_tokens"] += self._sampled
         self.totals["tip_calls"] += sum(bool(episode.tip_tokens) for episode in episodes)

@@ -123,7 +123,8 @@ class Episode:
     success: bool
     policy_version: int
     tip: str = ""  # the tip written after the episode ("" if none)
-    tip_tokens: int = 0
+    tip_tokens: int = 0  # sampled for it
+    tip_prompt_tokens: int = 0  # of the request for it that the engine had to compute
     error: str = ""  # what failed, for the two invalid stop reasons
 
     @property

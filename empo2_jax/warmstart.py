@@ -21,6 +21,7 @@ import numpy as np
 from flax import nnx
 
 from empo2_jax import assembly
+from empo2_jax.alarms import count_skipped
 from empo2_jax.assembly import Policy
 from empo2_jax.config import Config, UpdateConfig, WarmstartConfig
 from empo2_jax.data.packing import pack
@@ -166,9 +167,10 @@ def train(
     remat: bool,
     report: Callable[[int, float], None],
 ) -> tuple[Any, list[float]]:
-    """Trained parameters and the loss (nats per weighted token) of every update.
+    """Trained parameters and the loss (nats per weighted token) of every update that was not skipped.
 
     Raises:
+        UpdateError: see `count_skipped`.
         ConfigError: the environment has no demonstrations.
         DataError: no transcript fits the largest bucket.
     """
@@ -184,7 +186,8 @@ def train(
     learner = Learner(graphdef, warmstart_optimizer(config), supervised_loss, temperature=1.0, remat=remat)
     state = learner.init(jax.tree.map(lambda leaf: leaf.copy(), params))
     order: list[int] = []
-    losses = []
+    losses: list[float] = []
+    skipped = 0
     for number in range(config.updates):
         while len(order) < config.batch_episodes:
             order += generator(seed, "warmstart-order", number, len(order)).permutation(len(rows)).tolist()
@@ -192,8 +195,10 @@ def train(
         tokens = float(sum(row.token_weight.sum() for row in batch))
         scaled = [_scaled(row, 1.0 / tokens) for row in batch]
         state, sums = learner.update(state, pack(scaled, update.buckets, update.micro_batch_tokens).batches)
-        losses.append(float(sums["loss"]))
-        report(number + 1, losses[-1])
+        skipped = count_skipped(skipped, bool(sums["skipped"]), f"warm start, update {number + 1}")
+        loss = float(sums["loss"])
+        losses += [] if skipped else [loss]
+        report(number + 1, loss)
     return state.params, losses
 
 

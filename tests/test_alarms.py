@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from empo2_jax.alarms import refuse_many_failures, warn
-from empo2_jax.errors import EnvError
+from empo2_jax.alarms import count_skipped, refuse_many_failures, warn
+from empo2_jax.errors import EnvError, UpdateError
 from empo2_jax.types import Episode, Mode, StopReason, Task
 
 
@@ -30,6 +30,17 @@ def test_more_than_a_fifth_end_the_run() -> None:
     refuse_many_failures(episodes(80, 20))
     with pytest.raises(EnvError, match="21 of 100 episodes failed"):
         refuse_many_failures(episodes(79, 21))
+
+
+def test_the_third_skipped_update_in_a_row_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    in_a_row = 0
+    for skipped, expected in ((True, 1), (True, 2), (False, 0), (False, 0), (True, 1), (True, 2)):
+        in_a_row = count_skipped(in_a_row, skipped, "iteration 7, update 2")
+        assert in_a_row == expected
+    assert len(caplog.records) == 4
+    assert "iteration 7, update 2: the loss or the gradient is not finite; the update was skipped" in caplog.text
+    with pytest.raises(UpdateError, match=r"iteration 7, update 3: .* 3 updates in a row"):
+        count_skipped(in_a_row, True, "iteration 7, update 3")
 
 
 def test_gap_and_too_few_updates_are_said(caplog: pytest.LogCaptureFixture) -> None:

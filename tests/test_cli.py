@@ -39,7 +39,7 @@ def config_file(tmp_path: Path) -> Path:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "empo2_jax.cli", *arguments]
+    command = [sys.executable, "-m", "empo2_jax", *arguments]
     wide = {**os.environ, "COLUMNS": "1000"}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=wide)
 

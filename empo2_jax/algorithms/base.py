@@ -52,9 +52,11 @@ def relative_advantages(
 def group_metrics(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
     """Rewards, scores and the health of groups; means over valid episodes, left out where there are none.
 
-    `reward/*` is the extrinsic return in points, `reward/intrinsic_mean` the novelty part. Of the groups with at least
-    2 valid members, `group/all_equal` is the share whose returns do not differ (they teach nothing), and
-    `group/phantom` the share whose extrinsic returns do not differ while novelty does.
+    `reward/*` is the extrinsic return in points, `reward/intrinsic_mean` the novelty part, `novelty/bonus_mean` the
+    same per step. Of the groups with at least 2 valid members, `group/all_equal` is the share whose returns do not
+    differ (they teach nothing), and `group/phantom` the share whose extrinsic returns do not differ while novelty does.
+    `memory/utility` is what tips are worth in points: the mean reward of a group's members that saw a tip less that of
+    the others, averaged over the groups that have both.
     """
     everyone = [episode for group in groups for episode in group.episodes]
     valid = valid_episodes(groups)
@@ -75,7 +77,20 @@ def group_metrics(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
         if members.any():
             metrics[f"empo2/{mode.label}/reward"] = float(rewards[members].mean())
             metrics[f"empo2/{mode.label}/share"] = float(members.mean())
-    return metrics | _tied_groups(groups)
+    if bonuses := [step.intrinsic_reward for episode in valid for step in episode.steps]:
+        metrics["novelty/bonus_mean"] = float(np.mean(bonuses))
+    return metrics | _tied_groups(groups) | _utility(groups)
+
+
+def _utility(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
+    gains = []
+    for group in groups:
+        members = valid_episodes([group])
+        rewards = np.array([episode.extrinsic_return for episode in members])
+        saw = np.array([any(step.tips for step in episode.steps) for episode in members], bool)
+        if saw.any() and not saw.all():
+            gains.append(rewards[saw].mean() - rewards[~saw].mean())
+    return {"memory/utility": float(np.mean(gains))} if gains else {}
 
 
 def _tied_groups(groups: Sequence[EpisodeGroup]) -> dict[str, float]:

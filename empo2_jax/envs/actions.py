@@ -1,20 +1,17 @@
-"""From free text to an action of a text world: exact form, then the world's own parser, then harmless similarity.
+"""From free text to an action of a text world: exact form, then the world's own parser.
 
-Correction by similarity is dangerous where an action is final: an impossible `focus on X` turned into the nearest
-possible one ends the episode with -100 points, while the world itself answers "no known action" for 0 points. So a
-correction happens only for harmless verbs, only with the verb that was written, only above a cut-off, and only after
-the world refused the text. Pure text: this module knows no simulator.
+Nothing is corrected by similarity: an impossible `focus on X` turned into the nearest possible one ends the episode
+with -100 points, while the world itself answers "no known action" for 0 points. `most_similar` is the correction of
+the released code, for comparisons. Pure text: this module knows no simulator.
 """
 
 import re
 from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import Literal, NamedTuple
 
 How = Literal["exact", "engine", "similar", "invalid"]
 
 FORBIDDEN = ("reset task",)  # meta commands of a simulator that would undo an episode
-HARMLESS = frozenset({"close", "go", "inventory", "look", "open", "pick", "put", "read", "teleport", "wait"})
 MAX_LENGTH = 200  # characters; the longest real actions have about 90
 
 _SPACES = re.compile(r"[\s\x00-\x1f\x7f]+")
@@ -52,20 +49,10 @@ def fits(action: str, template: str) -> bool:
     return re.fullmatch(pattern, action) is not None
 
 
-def closest(action: str, candidates: Sequence[str], cutoff: float) -> Resolution:
-    """The candidate most like a refused `action` if its verb is harmless and the ratio reaches `cutoff` in [0, 1]."""
-    words = action.split()
-    if not words or words[0] not in HARMLESS:
-        return Resolution("", "invalid")
-    same_verb = sorted(text for text in candidates if text.split()[0] == words[0])
-    near = get_close_matches(action, same_verb, n=1, cutoff=cutoff)
-    return Resolution(near[0], "similar") if near else Resolution("", "invalid")
-
-
 def most_similar(action: str, candidates: Sequence[str]) -> tuple[float, str]:
     """Jaccard index of the words and text of the candidate most like `action`, whatever its verb; (0, "") if none is.
 
-    Ties go to the first in alphabetical order. Alone it is the correction of the released code: see the module text.
+    Ties go to the first in alphabetical order.
     """
     words = set(action.split())
     best = (0.0, "")

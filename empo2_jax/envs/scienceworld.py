@@ -33,20 +33,18 @@ class ScienceWorldEnvironment:
     """One episode at a time on a leased simulator; leases at the first reset, replaces a dead one at the next.
 
     The score of an episode starts at 0; points that a task grants for where the agent begins come with the first
-    step. `similarity_cutoff` in [0, 1] allows the correction of harmless refused actions, None forbids it.
+    step.
     """
 
     def __init__(
         self,
         pool: Pool[Jvm],
         simplification: str = "",
-        similarity_cutoff: float | None = None,
         resolution: Resolver = "ours",
     ) -> None:
         self.goal = ""
         self._pool = pool
         self._simplification = simplification
-        self._cutoff = similarity_cutoff
         self._resolution = resolution
         self._jvm: Jvm | None = None
         self._templates: tuple[str, ...] = ()
@@ -108,11 +106,6 @@ class ScienceWorldEnvironment:
         reply, score, done = jvm.step(sent)
         if not scienceworld_text.refused(reply):
             return sent, how, reply, float(score), done
-        if self._cutoff is not None and not done:
-            corrected = actions.closest(sent, self.admissible_actions(), self._cutoff)
-            if corrected.how == "similar":
-                reply, score, done = jvm.step(corrected.action)
-                return corrected.action, "similar", reply, float(score), done
         return sent, "invalid", reply, float(score), done
 
     def _state(self, jvm: Jvm) -> str:
@@ -150,13 +143,11 @@ class ScienceWorldFamily:
         tasks: dict[str, list[Task]],
         simplification: str,
         pool: Pool[Jvm],
-        similarity_cutoff: float | None,
         resolution: Resolver,
     ) -> None:
         self._tasks = tasks
         self._simplification = simplification
         self._pool = pool
-        self._cutoff = similarity_cutoff
         self._resolution: Resolver = resolution
 
     def tasks(self, split: str) -> list[Task]:
@@ -167,7 +158,7 @@ class ScienceWorldFamily:
 
     def make(self) -> ScienceWorldEnvironment:
         """An environment; its simulator starts or is reused at the first reset."""
-        return ScienceWorldEnvironment(self._pool, self._simplification, self._cutoff, self._resolution)
+        return ScienceWorldEnvironment(self._pool, self._simplification, self._resolution)
 
     def system_prompt(self) -> str:
         """The model's own default."""
@@ -211,7 +202,6 @@ def family(
     deterministic: bool = False,
     workers: int = 2,
     step_timeout_s: float = 60.0,
-    similarity_cutoff: float | None = None,
     resolution: Resolver = "ours",
 ) -> ScienceWorldFamily:
     """ScienceWorld with some of its tasks. Raises `ConfigError` for values that cannot work; starts no simulator.
@@ -224,11 +214,10 @@ def family(
         deterministic: fix the order of the simulator's sets, so that equal actions give equal transcripts.
         workers: simulators kept warm (110 MB each); every open environment has its own.
         step_timeout_s: deadline of a call to the simulator; a later answer is an `EnvError`.
-        similarity_cutoff: correct refused harmless actions above this ratio in (0, 1); None: never.
         resolution: "released-code" sends the most similar valid action whatever its verb, for comparisons only.
 
     """
-    _check(tasks, variations, simplification, workers, step_timeout_s, similarity_cutoff, resolution)
+    _check(tasks, variations, simplification, workers, step_timeout_s, resolution)
     flags = LEAN_FLAGS + (DETERMINISTIC_FLAGS if deterministic else ())
     names = list(dict.fromkeys(lookup(task).name for task in tasks))
     by_split = {
@@ -236,7 +225,7 @@ def family(
         for split in SPLITS
     }
     pool = Pool(lambda: Jvm(flags, step_timeout_s), workers)
-    return ScienceWorldFamily(by_split, simplification, pool, similarity_cutoff, resolution)
+    return ScienceWorldFamily(by_split, simplification, pool, resolution)
 
 
 def _numbers(name: str, split: str, variations: Mapping[str, int | Sequence[int]]) -> list[int]:
@@ -261,7 +250,6 @@ def _check(
     simplification: str,
     workers: int,
     step_timeout_s: float,
-    similarity_cutoff: float | None,
     resolution: str,
 ) -> None:
     names = [lookup(task).name for task in tasks]
@@ -278,8 +266,6 @@ def _check(
         f"noElectricalAction makes {electrical} unsolvable": bool(electrical) and "noElectricalAction" in parts,
         f"workers = {workers}; at least 1": workers < 1,
         f"step_timeout_s = {step_timeout_s}; must be positive": step_timeout_s <= 0,
-        f"similarity_cutoff = {similarity_cutoff}; a ratio in (0, 1)": similarity_cutoff is not None
-        and not 0 < similarity_cutoff < 1,
         f"resolution = {resolution!r}; ours or released-code": resolution not in ("ours", "released-code"),
     }
     for problem, present in problems.items():

@@ -2,9 +2,9 @@
 
 A house is dark. The bulb lies in one of 16 places and fits the lamp of one of 8 rooms; three actions must do. Finding
 the bulb is worth 30 points, lighting the lamp 70. Common sense (the start policy, see `demonstrations`) looks where
-bulbs of such a house usually are; in the houses that are trained on they are elsewhere. Everything is plain sentences over a closed
-vocabulary, so that a tiny model can read, act and write tips. Train and test houses are the same: the world asks
-whether what memory found out ends up in the weights, not whether it generalizes.
+bulbs of such a house usually are; in the houses that are trained on they are elsewhere. Everything is plain sentences
+over a closed vocabulary, so that a tiny model can read, act and write tips. Train and test houses are the same: the
+world asks whether what memory found out ends up in the weights, not whether it generalizes.
 """
 
 import difflib

@@ -12,13 +12,16 @@ from empo2_jax.config import UpdateConfig, WarmstartConfig
 Optimizer = optax.GradientTransformation
 
 
+def policy_rate(config: UpdateConfig) -> optax.Schedule:
+    """Learning rate of the update after so many others: constant after a linear warm-up (paper: 1e-6)."""
+    if config.warmup_updates:
+        return optax.linear_schedule(0.0, config.learning_rate, config.warmup_updates)
+    return optax.constant_schedule(config.learning_rate)
+
+
 def policy_optimizer(config: UpdateConfig) -> Optimizer:
-    """AdamW at a constant rate after a linear warm-up (paper: 1e-6, weight decay 0.01, norm 1.0)."""
-    rate = (
-        optax.linear_schedule(0.0, config.learning_rate, config.warmup_updates)
-        if config.warmup_updates
-        else config.learning_rate
-    )
+    """AdamW at `policy_rate` with a clipped gradient (paper: weight decay 0.01, norm 1.0)."""
+    rate = policy_rate(config) if config.warmup_updates else config.learning_rate  # a constant keeps no count
     return optax.chain(
         optax.clip_by_global_norm(config.max_grad_norm),
         optax.adamw(rate, b1=config.beta1, b2=config.beta2, weight_decay=config.weight_decay),

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Sharding
 from jaxtyping import Array, Float32, Int32
 
 from empo2_jax.learner.optim import Optimizer, descend, init_moments
@@ -50,12 +49,15 @@ class Learner:
         self._grad = jax.jit(jax.value_and_grad(self._loss, has_aux=True), static_argnames="capacity")
         self._logprobs = jax.jit(self._forward, static_argnames="capacity")
         self._add = jax.jit(partial(jax.tree.map, jnp.add), donate_argnums=0)
-        self._apply = jax.jit(self._descend, static_argnames="placement", donate_argnums=0)
 
     def init(self, params: Any) -> LearnerState:
-        """State at the start; moments take the sharding of their parameter."""
+        """State at the start; moments take the sharding of their parameter, and updates keep every sharding."""
         opt_state, scalar = init_moments(self._optimizer, params)
-        return LearnerState(params, opt_state, jax.device_put(jnp.zeros((), jnp.int32), scalar))
+        state = LearnerState(params, opt_state, jax.device_put(jnp.zeros((), jnp.int32), scalar))
+        # Left alone, the compiler shards what was replicated, and the next update compiles again.
+        placement = jax.tree.map(lambda leaf: leaf.sharding, state)
+        self._apply = jax.jit(self._descend, out_shardings=(placement, None), donate_argnums=0)
+        return state
 
     def logprobs(self, params: Any, batch: TrainBatch) -> tuple[np.ndarray, np.ndarray]:
         """(log-probs, entropies) f32[B, T] of the action tokens at the training temperature, nats; 0 elsewhere."""
@@ -63,16 +65,18 @@ class Learner:
         return np.asarray(logprobs), np.asarray(entropy)
 
     def update(self, state: LearnerState, batches: Sequence[TrainBatch]) -> tuple[LearnerState, dict[str, np.ndarray]]:
-        """One optimizer step on the summed loss of `batches`; returns sums of metrics with `grad_norm` and `loss`."""
+        """One optimizer step on the summed loss of `batches`; returns sums of metrics with `grad_norm` and `loss`.
+
+        Where the loss or the gradient norm is not finite the state comes back as it was and `skipped` is True.
+        """
         total: Any = None
         for batch in batches:
             (loss, sums), grads = self._grad(state.params, batch, capacity=_capacity(batch))
             item = (grads, {**sums, "loss": loss})
             total = item if total is None else self._add(total, item)
         grads, sums = total
-        placement = tuple(leaf.sharding for leaf in jax.tree.leaves(state))
-        state, norm = self._apply(state, grads, placement=placement)
-        return state, {name: np.asarray(value) for name, value in {**sums, "grad_norm": norm}.items()}
+        state, outcome = self._apply(state, grads, sums["loss"])
+        return state, {name: np.asarray(value) for name, value in {**sums, **outcome}.items()}
 
     def _forward(self, params: Any, batch: TrainBatch, capacity: int) -> tuple[Array, Array]:
         model: Qwen2 = nnx.merge(self._graphdef, params)
@@ -94,12 +98,11 @@ class Learner:
     def _loss(self, params: Any, batch: TrainBatch, capacity: int) -> tuple[Array, dict[str, Array]]:
         return self._objective(*self._forward(params, batch, capacity), batch)
 
-    def _descend(self, state: LearnerState, grads: Any, placement: tuple[Sharding, ...]) -> tuple[LearnerState, Array]:
+    def _descend(self, state: LearnerState, grads: Any, loss: Array) -> tuple[LearnerState, dict[str, Array]]:
         params, opt_state, norm = descend(self._optimizer, state.params, state.opt_state, grads)
-        new = LearnerState(params, opt_state, state.updates + 1)
-        # Left alone, the compiler shards what was replicated, and the next update compiles again.
-        where = jax.tree.unflatten(jax.tree.structure(new), placement)
-        return jax.lax.with_sharding_constraint(new, where), norm
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        new = jax.tree.map(partial(jnp.where, finite), LearnerState(params, opt_state, state.updates + 1), state)
+        return new, {"grad_norm": norm, "skipped": ~finite}
 
 
 def supervised_loss(

@@ -117,8 +117,9 @@ class NoveltyStore:
                     self._append(episode.key, embedding, count)
 
     def metrics(self) -> dict[str, int]:
-        """Number of entries, of keys, and of committed visits."""
-        return {"size": len(self), "keys": len(self._visits), "visits": sum(map(sum, self._visits.values()))}
+        """Entries (`distinct_states`), keys, and committed visits."""
+        visits = sum(map(sum, self._visits.values()))
+        return {"distinct_states": len(self), "keys": len(self._visits), "visits": visits}
 
     def dump(self, folder: Path) -> None:
         """Write the store into `folder` (created if needed): the same store gives the same bytes."""

@@ -39,11 +39,6 @@ def buffer_key(task: Task, scope: Scope) -> str:
     return {"variation": str(task), "task": f"{task.env}/{task.name}", "global": "global"}[scope]
 
 
-def state_key(goal: str, state: str) -> str:
-    """Text embedded as key of an entry: the goal and the latest state (observation and inventory), nothing older."""
-    return f"{goal}\n{state}"
-
-
 def make_tip_entries(
     episode: Episode, tip_text: str, embeddings: Float32[np.ndarray, "S D"], *, buffer: str, iteration: int
 ) -> list[Tip]:

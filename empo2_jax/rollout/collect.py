@@ -62,6 +62,7 @@ class Live:
     error: str = ""
     tip: str = ""
     tip_tokens: int = 0
+    tip_prompt_tokens: int = 0
 
     def fail(self, stop: StopReason, error: Exception) -> None:
         """End as invalid."""
@@ -83,6 +84,7 @@ class Live:
             policy_version=policy_version,
             tip=self.tip,
             tip_tokens=self.tip_tokens,
+            tip_prompt_tokens=self.tip_prompt_tokens,
             error=self.error,
         )
 

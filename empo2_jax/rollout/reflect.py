@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class TipWriter(Protocol):
-    """Fills `tip` and `tip_tokens` of finished episodes."""
+    """Fills `tip`, `tip_tokens` and `tip_prompt_tokens` of finished episodes."""
 
     def write(self, engine: Engine, lives: Sequence["Live"]) -> None:
         """Write one tip per episode; an engine failure leaves it empty."""
@@ -52,11 +52,12 @@ class PolicyTipWriter:
             completions = engine.generate(requests) if requests else []
         except EngineError:
             return
-        by_session = {request.session: item for request, item in zip(requests, completions, strict=True)}
-        for live in lives:
-            if (completion := by_session.get(live.assignment.id)) is not None:
-                live.tip = one_line(self._chat.text(completion.ids))
-                live.tip_tokens = len(completion.ids)
+        by_session = {live.assignment.id: live for live in lives}
+        for request, completion in zip(requests, completions, strict=True):
+            live = by_session[request.session]
+            live.tip = one_line(self._chat.text(completion.ids))
+            live.tip_tokens = len(completion.ids)
+            live.tip_prompt_tokens = len(request.prompt_ids) - completion.cached_tokens
 
     def _request(self, engine: Engine, live: "Live") -> Request | None:
         assert live.observation is not None

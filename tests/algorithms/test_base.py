@@ -1,10 +1,12 @@
 """Which episodes count, and what the groups say about themselves."""
 
+from dataclasses import replace
+
 import pytest
 
 from empo2_jax.algorithms.base import group_metrics, relative_advantages, valid_episodes
 from empo2_jax.config import AlgorithmConfig
-from empo2_jax.types import Mode, StopReason
+from empo2_jax.types import Episode, Mode, StopReason
 from tests.fixtures.episodes import make_episode, make_group
 
 
@@ -32,8 +34,29 @@ def test_metrics_by_hand() -> None:
             "empo2/off/share": 1 / 8,
             "group/all_equal": 1 / 3,
             "group/phantom": 1 / 3,
+            "novelty/bonus_mean": 1.5 / 8,
         }
     )
+
+
+def shown(episode: Episode) -> Episode:
+    """The episode saw a tip at its last step."""
+    *steps, last = episode.steps
+    return replace(episode, steps=(*steps, replace(last, tips=("look in the vase",))))
+
+
+def test_utility_is_what_members_with_tips_have_more_than_the_others_of_their_group() -> None:
+    helped = make_group(shown(scored(100.0)), shown(scored(30.0)), scored(30.0), scored(0.0))  # 65 - 15
+    misled = make_group(shown(scored(0.0, 9.0)), scored(10.0), scored(70.0, stop=StopReason.ENV_ERROR))  # 0 - 10
+    unseen = make_group(scored(30.0, mode=Mode.OFF_POLICY), scored(0.0))  # acted with memory, found no tip
+    always = make_group(shown(scored(100.0)), shown(scored(100.0)))
+    assert group_metrics([helped, misled, unseen, always])["memory/utility"] == pytest.approx((50 - 10) / 2)
+    assert "memory/utility" not in group_metrics([unseen, always])
+
+
+def test_novelty_bonus_is_per_step() -> None:
+    group = make_group(make_episode([[5], [6]], rewards=[0.0, 0.0], intrinsic=[1.0, 0.5]), scored(0.0, 0.3))
+    assert group_metrics([group])["novelty/bonus_mean"] == pytest.approx(1.8 / 3)
 
 
 def test_without_valid_episodes_there_is_no_reward_rather_than_zero() -> None:

@@ -4,20 +4,15 @@ import numpy as np
 import pytest
 
 from empo2_jax.memory.hashing_embedder import HashingEmbedder
+from tests.fixtures.weights import minilm
 
 TEXTS = ["", "You are in the kitchen.", "open the door to the hallway " * 20, "lamp", "You see a red wire."]
 
 
 def minilm_real():
-    from empo2_jax.assets import minilm
-    from empo2_jax.errors import Empo2Error
     from empo2_jax.memory.minilm_embedder import MiniLMEmbedder
 
-    try:
-        folder = minilm()
-    except Empo2Error as error:
-        pytest.skip(f"the weights of MiniLM cannot be had here: {error}")
-    return MiniLMEmbedder(folder)
+    return MiniLMEmbedder(minilm())
 
 
 @pytest.fixture(scope="module", params=[HashingEmbedder, minilm_real], ids=["hashing", "minilm"])

@@ -4,17 +4,28 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
+from empo2_jax import trainer
 from empo2_jax.checkpoint import CheckpointStore
 from empo2_jax.cli import main
 from empo2_jax.metrics import read_jsonl, read_metrics, untimed
+from empo2_jax.ops.losses import policy_loss
 from tests.fixtures.processes import empo2, train_arguments
 
 pytestmark = pytest.mark.medium
 
 GOLDEN = Path(__file__).parent / "golden/toy.json"
+PINNED = [
+    *("reward/mean", "reward/std", "reward/intrinsic_mean", "episode/score", "episode/length", "episode/valid_actions"),
+    *(f"empo2/{mode}/{name}" for mode in ("on", "on_memory", "off") for name in ("reward", "share", "ratio", "masked")),
+    *("actor/entropy", "actor/grad_norm", "actor/pg_loss", "actor/updates", "empo2/off/kl_tips_vs_bare"),
+    *("memory/size", "memory/hit_rate", "memory/utility", "novelty/distinct_states"),
+    *("total/prompt_tokens", "total/sampled_tokens", "val/score"),
+]
 DOCUMENTED = [
     "reward/mean",
     "reward/std",
@@ -29,6 +40,8 @@ DOCUMENTED = [
     "actor/pg_clipfrac",
     "actor/kl",
     "actor/updates",
+    "actor/skipped_updates",
+    "actor/lr",
     "mismatch/kl",
     "mismatch/logprob_abs_diff",
     "mismatch/logprob_abs_diff_max",
@@ -41,7 +54,8 @@ DOCUMENTED = [
     "memory/evictions",
     "memory/hits",
     "memory/hit_rate",
-    "novelty/size",
+    "novelty/distinct_states",
+    "novelty/bonus_mean",
     "timing_s/rollout",
     "timing_s/update",
     "timing_s/iteration",
@@ -156,12 +170,35 @@ def test_commands_on_the_finished_run(toy_run: Path, capsys: pytest.CaptureFixtu
     assert (toy_run / "report.html").stat().st_size > 10_000
 
 
-def test_golden_numbers(toy_run: Path) -> None:
+def test_a_run_that_diverges_ends_with_one_line_and_unharmed_weights(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def poisoned(*batch: Any, **settings: Any) -> Any:
+        loss, sums = policy_loss(*batch, **settings)
+        return loss * jnp.nan, sums
+
+    monkeypatch.setattr(trainer, "policy_loss", poisoned)
+    assert main(train_arguments(tmp_path / "run", "--update.minibatch_steps", "12")) == 2
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert said.startswith("error: iteration 1, update 3: the loss or the gradient is not finite, 3 updates in a row; ")
+    assert [record.message[:22] for record in caplog.records] == ["iteration 1, update 1:", "iteration 1, update 2:"]
+    assert CheckpointStore(tmp_path / "run", keep=9).verify() == [(0, None)]
+
+
+def test_golden_numbers(tmp_path: Path) -> None:
     """Re-record after a deliberate change: `EMPO2_RECORD_GOLDEN=1 python -m pytest tests/e2e -k golden`."""
-    record = read_metrics(toy_run)[0]
-    golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
+    options = ["--run.iterations", "3", "--rollout.group_size", "8", "--algorithm.p_memory", "0.5"]
+    options += ["--update.minibatch_steps", "32"]  # so that ratios leave 1
+    records = read_metrics(train(tmp_path / "run", *options))
+    found = [{name: record[name] for name in PINNED if name in record} for record in records]
+    assert any(record["actor/grad_norm"] > 0 and record["reward/std"] > 0 for record in found), "pins nothing"
     if os.environ.get("EMPO2_RECORD_GOLDEN"):
-        golden["metrics"] = {name: record[name] for name in golden["metrics"]}
+        golden = {"what": "The run of test_golden_numbers, seed 0", "options": options, "iterations": found}
         GOLDEN.write_text(json.dumps(golden, indent=2) + "\n", encoding="utf-8")
-    tolerance = golden["tolerance"]
-    assert {name: record[name] for name in golden["metrics"]} == pytest.approx(golden["metrics"], abs=tolerance)
+    golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
+    assert golden["options"] == options
+    for record, expected in zip(found, golden["iterations"], strict=True):
+        assert record == pytest.approx(expected, rel=1e-4, abs=1e-4)

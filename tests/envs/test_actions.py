@@ -33,15 +33,6 @@ def test_reset_task_is_never_sent():
         assert actions.resolve(text, TEMPLATES) == ("", "invalid")
 
 
-def test_similarity_only_for_harmless_verbs():
-    candidates = ["focus on orange", "open door to kitchen", "go to kitchen"]
-    assert actions.closest("open door to kitchens", candidates, 0.8) == ("open door to kitchen", "similar")
-    assert actions.closest("focus on oranges", candidates, 0.1).how == "invalid"
-    assert actions.closest("open xyz", candidates, 0.8).how == "invalid"
-    assert actions.closest("look at door to kitchen", candidates, 0.1).how == "invalid"  # the verb stays
-    assert actions.closest("", candidates, 0.1).how == "invalid"
-
-
 def test_released_code_would_correct_focus():
     ratio, nearest = actions.most_similar("focus on oranges", ["go to kitchen", "focus on orange"])
     assert nearest == "focus on orange"

@@ -88,7 +88,6 @@ def test_family_validates_its_arguments():
         {"tasks": ["melt"], "simplification": "harder"},
         {"tasks": ["power-component"], "simplification": "noElectricalAction"},
         {"tasks": ["melt"], "workers": 0},
-        {"tasks": ["melt"], "similarity_cutoff": 1.5},
     ):
         with pytest.raises(ConfigError):
             scienceworld.family(**wrong)
@@ -170,17 +169,6 @@ def test_resolutions_are_recorded(environment):
     choice = environment.step("open door")
     assert choice.text.startswith("Ambiguous request")
     assert environment.step("0").text == "The door is already open."
-
-
-def test_similarity_corrects_harmless_actions_only():
-    family = scienceworld.family(tasks=["4-2"], simplification="easy", similarity_cutoff=0.8, workers=1)
-    environment = family.make()
-    environment.reset(FIND, 0)
-    observation = environment.step("go to kitchenn")
-    focus = environment.step("focus on orangee")
-    family.close()
-    assert (observation.resolved, observation.resolution) == ("go to kitchen", "similar")
-    assert focus.resolution == "invalid"
 
 
 def test_a_variation_out_of_range_names_the_range(environment):

@@ -92,6 +92,13 @@ def test_run_directory_that_cannot_be_written(tmp_path: Path) -> None:
     assert f"{tmp_path / 'file/run'}: cannot be written" in line
 
 
+def test_run_directory_whose_config_is_lost(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    (run_dir / "checkpoints/0").mkdir(parents=True)
+    line = refused("train", str(TOY), "--run.dir", str(run_dir))
+    assert f"{run_dir / 'config.toml'}: no such configuration file" in line
+
+
 def test_run_directory_of_another_config(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     (run_dir / "checkpoints/0").mkdir(parents=True)

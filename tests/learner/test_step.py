@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,11 +13,14 @@ import optax
 import pytest
 from flax import nnx
 
+from empo2_jax.config import UpdateConfig
 from empo2_jax.data.packing import pack, unpack
 from empo2_jax.data.rows import build_rows, token_weights
+from empo2_jax.learner.optim import policy_optimizer
 from empo2_jax.learner.step import Learner, supervised_loss
 from empo2_jax.models.qwen2 import Qwen2
 from empo2_jax.models.qwen2_config import Qwen2Config
+from empo2_jax.models.sharding import make_mesh, shardings
 from empo2_jax.ops.losses import policy_loss
 from empo2_jax.types import Mode, Row, TrainBatch
 from tests.fixtures.episodes import make_episode
@@ -69,9 +73,8 @@ def gradient(step: Learner, batches: list[TrainBatch]) -> tuple[Any, dict[str, n
     return jax.tree.map(lambda old, new: np.asarray(old) - np.asarray(new), PARAMS, state.params), sums
 
 
-def assert_trees_close(one: Any, other: Any, atol: float = 3e-6) -> None:
-    for left, right in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        np.testing.assert_allclose(left, right, atol=atol)
+def assert_trees_close(one: Any, other: Any) -> None:
+    chex.assert_trees_all_close(nnx.to_pure_dict(one), nnx.to_pure_dict(other), atol=3e-6, rtol=1e-7)
 
 
 @pytest.mark.parametrize(("bucket", "tokens"), [(16, 64), (64, 64), (16, 16)])
@@ -133,6 +136,48 @@ def test_first_update_is_the_policy_gradient_and_its_ratios_are_one():
     assert float(sums["grad_norm"]) == pytest.approx(norm, rel=1e-5)
     weighted = float(np.sum(batch.token_weight * batch.advantages))
     assert float(sums["loss"]) == float(sums["pg_loss"]) == pytest.approx(-weighted, rel=1e-5)
+
+
+def adamw(objective: Callable = POLICY_LOSS) -> Learner:
+    """The optimizer of a run, whose state has moments and a count."""
+    return Learner(GRAPHDEF, policy_optimizer(UpdateConfig()), objective, temperature=TEMPERATURE, remat=False)
+
+
+def poisoned(batch: TrainBatch, value: float) -> TrainBatch:
+    """One token's advantage is `value`."""
+    advantages = batch.advantages.copy()
+    advantages[tuple(np.argwhere(batch.loss_mask)[0])] = value
+    return batch._replace(advantages=advantages)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_an_update_that_is_not_finite_changes_nothing_and_the_next_one_counts(value: float):
+    step = adamw()
+    good = pack(ready(), [16], 16).batches
+    assert len(good) == 2
+    state, sums = step.update(step.init(fresh()), good)
+    assert not sums["skipped"] and int(state.updates) == 1
+    before = jax.tree.map(np.asarray, state)
+    state, sums = step.update(state, [poisoned(good[0], value), good[1]])
+    assert sums["skipped"] and not np.isfinite([sums["grad_norm"], sums["loss"]]).all()
+    chex.assert_trees_all_equal(state, before, strict=True)
+    state, sums = step.update(state, good)
+    assert not sums["skipped"] and int(state.updates) == 2
+    assert not np.array_equal(jax.tree.leaves(state.params)[0], jax.tree.leaves(before.params)[0])
+
+
+def test_later_updates_compile_nothing():
+    def objective(*batch: Any) -> Any:
+        return POLICY_LOSS(*batch)
+
+    step = adamw(chex.assert_max_traces(objective, n=1))
+    whole, parts = pack(ready(0.1), [16], 32).batches[0], pack(ready(), [16], 32).batches
+    placed = jax.device_put(fresh(), shardings(PARAMS, make_mesh(jax.devices(), 1, 1, 1)))  # as in a run
+    state, _ = step.update(step.init(placed), [whole, whole])  # the warm-up
+    compiled = [step._logprobs._cache_size(), step._add._cache_size(), step._apply._cache_size()]
+    for batch in (*parts, poisoned(whole, np.nan)):  # new weights, new numbers, a skipped update
+        state, _ = step.update(state, [batch, batch, whole])
+    assert [step._logprobs._cache_size(), step._add._cache_size(), step._apply._cache_size()] == compiled == [0, 1, 1]
 
 
 def test_supervised_loss_is_the_weighted_negative_log_likelihood():

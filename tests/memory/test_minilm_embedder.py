@@ -10,6 +10,7 @@ from transformers import BertConfig, BertModel
 
 from empo2_jax.errors import DataError
 from empo2_jax.memory.minilm_embedder import MiniLMEmbedder
+from tests.fixtures.weights import minilm
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{n}" for n in range(40))]
 TEXTS = ["", "w0 w1 w2", " ".join(f"w{n % 40}" for n in range(23)), "w5 unknown", " ".join(["w7", "w9"] * 90)]
@@ -66,13 +67,7 @@ def test_vectors_do_not_depend_on_batch_or_order(folder):
 
 
 def test_parity_on_the_real_weights():
-    from empo2_jax.assets import minilm
-    from empo2_jax.errors import Empo2Error
-
-    try:
-        path = minilm()
-    except Empo2Error as error:
-        pytest.skip(f"the weights of MiniLM cannot be had here: {error}")
+    path = minilm()
     texts = ["You are in the kitchen. You see a stove, a sink and a table.", "hallway " * 300]
     np.testing.assert_allclose(MiniLMEmbedder(path).embed(texts), reference(path, texts, 256), atol=1e-5)
 

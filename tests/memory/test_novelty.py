@@ -100,7 +100,9 @@ def test_every_visit_is_counted_once(episodes):
     novelty = store()
     pending = [novelty.episode_rewards("k", np.eye(3, dtype=np.float32)[steps])[1] for steps in episodes]
     novelty.commit(pending)
-    assert novelty.metrics()["visits"] == sum(map(len, episodes))
+    metrics = novelty.metrics()
+    assert metrics["visits"] == sum(map(len, episodes))
+    assert metrics["distinct_states"] == len(novelty)
     assert len(novelty) == len({state for steps in episodes for state in steps})
 
 

@@ -7,7 +7,7 @@ from empo2_jax.errors import CheckpointError
 from empo2_jax.memory.exact_index import ExactIndex
 from empo2_jax.memory.hashing_embedder import HashingEmbedder
 from empo2_jax.memory.scann_index import ScannIndex
-from empo2_jax.memory.tips import TipMemory, buffer_key, make_tip_entries, state_key
+from empo2_jax.memory.tips import TipMemory, buffer_key, make_tip_entries
 from empo2_jax.types import Episode, Mode, Step, StopReason, Task, Tip
 
 A, B, C, D = np.eye(4, dtype=np.float32)
@@ -99,13 +99,6 @@ def test_buffers_know_environment_task_and_variation():
     tasks = [Task(env, name, variation) for env in "ab" for name in ("boil", "melt") for variation in (0, 1)]
     counts = {scope: len({buffer_key(task, scope) for task in tasks}) for scope in ("variation", "task", "global")}
     assert counts == {"variation": 8, "task": 4, "global": 1}
-
-
-def test_keys_see_the_state():
-    embedder = HashingEmbedder()
-    goal = "Your task is to boil water. " * 3
-    kitchen, hallway = embedder.embed([state_key(goal, "kitchen: stove, sink"), state_key(goal, "hallway: four doors")])
-    assert kitchen @ hallway < 0.95
 
 
 def test_entries_carry_tip_action_and_rounded_score():

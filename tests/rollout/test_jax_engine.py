@@ -217,16 +217,20 @@ def test_more_sessions_than_slots_run_in_waves_and_evict_the_oldest(model, engin
     assert again[0] == 0 and again[-1] == 19
 
 
-def test_new_weights_change_the_answer_without_compiling(model, engine):
+def test_new_weights_and_new_sampling_change_the_answer_without_compiling(model, engine):
+    sizes = lambda: [f._cache_size() for f in (jax_engine._extend, jax_engine._decode, jax_engine._copy)]  # noqa: E731
     other = Qwen2(model.config, rngs=nnx.Rngs(1))
     request = ask("a", prompt(30))
     before = engine.generate([request])[0]
-    compiled = (jax_engine._extend._cache_size(), jax_engine._decode._cache_size())
+    compiled = sizes()
     engine.load(nnx.split(other)[1], 7)
     after = engine.generate([request])[0]
     assert (before.policy_version, after.policy_version, after.cached_tokens) == (0, 7, 0)
     assert_logprobs(other, request.prompt_ids, after)
-    assert (jax_engine._extend._cache_size(), jax_engine._decode._cache_size()) == compiled
+    for draw, (temperature, top_p, limit) in enumerate([(0.0, 1.0, 1), (0.4, 0.9, 7), (1.7, 0.3, 20)]):
+        sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": limit, "draw": draw}
+        engine.generate([ask(f"b{draw}", prompt(30, seed=draw + 1), stop_ids=(draw,), banned_from=20, **sampling)])
+    assert sizes() == compiled
 
 
 def test_few_shapes_are_compiled(model):

@@ -71,6 +71,7 @@ def test_tip_prompt_is_the_acting_prompt_plus_one_turn(limit: int):
     assert request.sampling.stop_ids == chat.stop_ids
     assert episode.tip == " ".join(chat.text(completion.ids).split())
     assert episode.tip_tokens == len(completion.ids)
+    assert episode.tip_prompt_tokens == len(expected) - len(last.prompt_ids) - len(last.action_ids)
 
 
 def test_tip_prompt_of_an_episode_with_tips_shows_them():
