@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from empo2_jax.errors import EnvError, UpdateError
 from empo2_jax.types import Episode
 
-MAX_GAP = 1e-3  # nats; ten times what the engine may differ by in f32
+MAX_GAP = {"float32": 1e-4, "bfloat16": 2e-2}  # nats, by compute dtype; in f32 ten times what is asserted in tests
 MAX_SKIPPED = 3  # updates in a row
 _log = logging.getLogger(__name__)
 
@@ -40,13 +40,18 @@ def count_skipped(in_a_row: int, skipped: bool, where: str) -> int:
     return in_a_row + 1
 
 
-def warn(metrics: Mapping[str, float], learning_rate: float) -> None:
+def warn(metrics: Mapping[str, float], learning_rate: float, compute_dtype: str) -> None:
     """Say when numbers point at a setting that cannot work or at an engine that does not match the trainer."""
-    if metrics.get("mismatch/logprob_abs_diff_max", 0.0) > MAX_GAP:
+    if metrics["memory/tips_missing"]:
+        _log.warning(
+            "%d episodes left no tip: they wrote none, or their end did not fit into rollout.max_length",
+            metrics["memory/tips_missing"],
+        )
+    if metrics.get("mismatch/logprob_abs_diff_max", 0.0) > MAX_GAP[compute_dtype]:
         _log.warning(
             "engine and trainer log-probs differ by %.1e nats, more than %.0e",
             metrics["mismatch/logprob_abs_diff_max"],
-            MAX_GAP,
+            MAX_GAP[compute_dtype],
         )
     if metrics["actor/updates"] < 5 and learning_rate <= 2e-6:
         _log.warning(

@@ -183,6 +183,7 @@ class WarmstartConfig(Section):
     updates: int = Field(0, ge=0, description="optimizer steps; 0 = no warm start")
     demonstrations: Positive = Field(40, description="transcripts asked from the environment")
     batch_episodes: Positive = Field(2, description="transcripts per optimizer step")
+    checkpoint_every: int = Field(100, ge=0, description="updates between checkpoints of a warm start; 0 = none")
     learning_rate: float = Field(2e-4, gt=0, description="peak; linear warm-up, then cosine to a tenth")
     context_weight: float = Field(0.0, ge=0, description="loss weight of a prompt token; an answer token has 1")
     init: Literal["pretrained", "random"] = Field("pretrained", description="random: a new model of the shape below")

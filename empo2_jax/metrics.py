@@ -142,10 +142,19 @@ class TensorBoardSink:
 class EpisodeLog:
     """Episodes in full, for people: one file per iteration, complete or absent."""
 
-    def __init__(self, run_dir: Path, decode: Callable[[Sequence[int]], str] | None = None) -> None:
-        """`decode` turns token ids to text; with it the last prompt and answer are written out, word for word."""
+    def __init__(
+        self, run_dir: Path, decode: Callable[[Sequence[int]], str] | None = None, last: int | None = None
+    ) -> None:
+        """Open the log, without the files of iterations after `last`: a resumed run has not got there yet.
+
+        `decode` turns token ids to text; with it the last prompt and answer are written out, word for word.
+        """
         self._folder = run_dir / EPISODES_FOLDER
         self._decode = decode
+        if last is not None:
+            for path in self._folder.glob("*.jsonl"):
+                if int(path.stem) > last:
+                    path.unlink()
 
     def write(self, iteration: int, episodes: Sequence[Episode], limit: int) -> Path | None:
         """Write the first `limit` episodes to `episodes/<iteration>.jsonl` and return the path; None if limit is 0."""

@@ -126,6 +126,8 @@ class Trainer:
         """Folder of the warm-started policy, made when the configuration asks for one and none is there."""
         if not self.config.warmstart.updates:
             return None
+        if CheckpointStore(self.config.run_dir, self.config.checkpoint.keep).steps():
+            return self.config.run_dir / "start"  # `_check_claim` compared the settings that matter
         return warmstart.ensure_start(self.config, self.family, self.config.run_dir / "start")
 
     def restore(self, resume: str) -> None:
@@ -133,20 +135,20 @@ class Trainer:
         step = self._chosen(resume)
         cursor: dict[str, Any] = {}
         if step is not None:
-            self.store.set_aside_after(step)
             state, folder, cursor = self.store.restore(step, self.state)
+            self.store.set_aside_after(step)
             self.state = LearnerState(*state)
             self.memory.load(folder / "memory")
             self.novelty.load(folder / "novelty")
             self.iteration, self.totals = cursor["iteration"], cursor["totals"]
-            self._skipped = cursor.get("skipped_in_a_row", 0)
+            self._skipped = cursor["skipped_in_a_row"]
         self.engine.load(_copy(self.state.params), self.iteration)
         sinks = [TensorBoardSink(self.config.run_dir)] if self.config.run.tensorboard else []
         self.metrics = MetricsLog(self.config.run_dir, cursor.get("metrics_lines", 0), sinks)
         self.evaluations = JsonLines(self.config.run_dir / "evaluations.jsonl", cursor.get("evaluation_lines", 0))
         self._stack.callback(self.metrics.close)
         self._stack.callback(self.evaluations.close)
-        self.episode_log = EpisodeLog(self.config.run_dir, self.policy.tokenizer.decode)
+        self.episode_log = EpisodeLog(self.config.run_dir, self.policy.tokenizer.decode, self.iteration)
         if step is None:
             self._evaluate_start()
             self.save()
@@ -207,7 +209,8 @@ class Trainer:
         metrics |= {f"novelty/{name}": float(value) for name, value in self.novelty.metrics().items()}
         metrics |= {f"total/{name}": float(value) for name, value in self.totals.items()}
         metrics["perf/tokens_per_s"] = self._sampled / max(clock.seconds["rollout"], 1e-9)
-        warn(metrics, self.config.update.learning_rate)
+        metrics["memory/tips_missing"] = float(sum(not episode.tip for episode in episodes)) if self.writer else 0.0
+        warn(metrics, self.config.update.learning_rate, self.config.model.compute_dtype)
         clock.seconds["memory_in_rollout"] = self.collector.memory_seconds - memory_before
         return metrics | clock.metrics()
 

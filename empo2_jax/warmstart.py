@@ -23,13 +23,14 @@ from flax import nnx
 from empo2_jax import assembly
 from empo2_jax.alarms import count_skipped
 from empo2_jax.assembly import Policy
+from empo2_jax.checkpoint import CheckpointStore
 from empo2_jax.config import Config, UpdateConfig, WarmstartConfig
 from empo2_jax.data.packing import pack
 from empo2_jax.envs.base import EnvironmentFamily
 from empo2_jax.errors import ConfigError, DataError
 from empo2_jax.evaluation import evaluate
 from empo2_jax.learner.optim import warmstart_optimizer
-from empo2_jax.learner.step import Learner, supervised_loss
+from empo2_jax.learner.step import Learner, LearnerState, supervised_loss
 from empo2_jax.metrics import write_atomically
 from empo2_jax.models.hf_weights import save_model
 from empo2_jax.models.qwen2 import Qwen2
@@ -84,8 +85,14 @@ def ensure_start(config: Config, family: EnvironmentFamily, folder: Path) -> Pat
 
 def _origin(config: Config) -> str:
     """Hash of all settings that a start depends on."""
-    parts = (config.run.seed, config.model.path, config.env, config.warmstart, config.update)
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
+    parts = {
+        "seed": config.run.seed,
+        "model": config.model.path,
+        "env": config.env.model_dump(exclude={"workers", "step_timeout_s"}),
+        "warmstart": config.warmstart.model_dump(exclude={"checkpoint_every"}),
+        "update": config.update.model_dump(),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def make_start(config: Config, family: EnvironmentFamily, folder: Path) -> None:
@@ -106,6 +113,7 @@ def make_start(config: Config, family: EnvironmentFamily, folder: Path) -> None:
         policy = assembly.load_policy(config.model, base)
         before = None if base else _evaluate_untrained(config, policy, family)
         note(f"warm start: {config.warmstart.updates} updates on demonstrations of training variations")
+        partial = folder.with_name(f"{folder.name}.{_origin(config)[:12]}.partial")  # an interrupted one goes on there
         with RunProgress(config.warmstart.updates, unit="update") as progress:
             params, losses = train(
                 policy,
@@ -114,6 +122,7 @@ def make_start(config: Config, family: EnvironmentFamily, folder: Path) -> None:
                 config.update,
                 seed=config.run.seed,
                 remat=config.model.remat,
+                store=CheckpointStore(partial, keep=1),
                 report=lambda done, loss: progress.update(done, {"warmstart/loss": loss}),
             )
         draft = folder.with_name(folder.name + ".draft")
@@ -124,6 +133,7 @@ def make_start(config: Config, family: EnvironmentFamily, folder: Path) -> None:
     if before is not None:
         write_atomically(draft / "before.json", json.dumps(before))
     draft.rename(folder)
+    shutil.rmtree(partial, ignore_errors=True)
 
 
 def _evaluate_untrained(config: Config, policy: Policy, family: EnvironmentFamily) -> dict[str, Any]:
@@ -165,9 +175,12 @@ def train(
     *,
     seed: int,
     remat: bool,
+    store: CheckpointStore,
     report: Callable[[int, float], None],
 ) -> tuple[Any, list[float]]:
     """Trained parameters and the loss (nats per weighted token) of every update that was not skipped.
+
+    It goes on from the newest checkpoint of `store` and leaves one there every `checkpoint_every` updates.
 
     Raises:
         UpdateError: see `count_skipped`.
@@ -187,11 +200,17 @@ def train(
     state = learner.init(jax.tree.map(lambda leaf: leaf.copy(), params))
     order: list[int] = []
     losses: list[float] = []
-    skipped = 0
+    done, skipped = 0, 0
+    newest = store.latest()
+    if newest is not None:
+        restored, _, cursor = store.restore(newest, state)
+        state, (done, skipped, losses) = LearnerState(*restored), cursor["progress"]
     for number in range(config.updates):
         while len(order) < config.batch_episodes:
             order += generator(seed, "warmstart-order", number, len(order)).permutation(len(rows)).tolist()
         batch, order = [rows[index] for index in order[: config.batch_episodes]], order[config.batch_episodes :]
+        if number < done:
+            continue  # this batch was learned before the interruption
         tokens = float(sum(row.token_weight.sum() for row in batch))
         scaled = [_scaled(row, 1.0 / tokens) for row in batch]
         state, sums = learner.update(state, pack(scaled, update.buckets, update.micro_batch_tokens).batches)
@@ -199,7 +218,14 @@ def train(
         loss = float(sums["loss"])
         losses += [] if skipped else [loss]
         report(number + 1, loss)
+        if config.checkpoint_every and (number + 1) % config.checkpoint_every == 0 and number + 1 < config.updates:
+            cursor = {"progress": (number + 1, skipped, losses), "metrics_lines": 0}
+            store.save(number + 1, state=state, memory_dump=_nothing, novelty_dump=_nothing, cursor=cursor)
     return state.params, losses
+
+
+def _nothing(folder: Path) -> None:
+    """What a warm start remembers beside its weights."""
 
 
 def _scaled(row: Row, factor: float) -> Row:

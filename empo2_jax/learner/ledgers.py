@@ -69,12 +69,13 @@ def fill(
         )
         for row, mine, acts, base in zip(rows, own, acting, references, strict=True)
     ]
-    return filled, _gaps(rows, own)
+    return filled, _gaps(rows, own, acting)
 
 
-def _gaps(rows: Sequence[Row], own: Values) -> dict[str, float]:
-    """Engine against trainer where both saw one prompt; tips against no tips where they did not."""
-    same = [_gap(row, mine) for row, mine in zip(rows, own, strict=True) if row.mode != Mode.OFF_POLICY]
+def _gaps(rows: Sequence[Row], own: Values, acting: Values) -> dict[str, float]:
+    """Engine against trainer where both have seen one prompt; tips against no tips."""
+    known = zip(rows, own, acting, strict=True)
+    same = [_gap(row, acts) for row, mine, acts in known if row.mode != Mode.OFF_POLICY or acts is not mine]
     tips = [_gap(row, mine) for row, mine in zip(rows, own, strict=True) if row.mode == Mode.OFF_POLICY]
     metrics = {}
     if same and (gap := np.concatenate(same)).size:

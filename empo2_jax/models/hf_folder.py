@@ -127,6 +127,9 @@ def write_tensors(
         sizes: Bytes of each tensor, in the order of writing.
         read: Gives a tensor by name; called once per tensor, one shard is held in memory at a time.
         max_shard_bytes: Limit of a shard; a larger tensor gets a shard of its own.
+
+    Raises:
+        DataError: a file cannot be written.
     """
     shards: list[list[str]] = [[]]
     filled = 0
@@ -140,7 +143,11 @@ def write_tensors(
     if len(shards) == 1:
         files = [SINGLE]
     for file, names in zip(files, shards, strict=True):
-        save_file({name: np.ascontiguousarray(read(name)) for name in names}, folder / file, metadata={"format": "pt"})
+        tensors = {name: np.ascontiguousarray(read(name)) for name in names}
+        try:
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+        except (SafetensorError, OSError) as error:
+            raise DataError(f"{folder / file}: cannot be written: {error}") from error
         (folder / file).chmod(0o644)  # written as private; engines and colleagues read it too
     if len(shards) > 1:
         weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}

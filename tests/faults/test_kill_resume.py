@@ -122,6 +122,19 @@ def test_corrupt_newest_checkpoint_is_named_and_the_one_before_is_used(reference
     assert_same(run_dir, reference)
 
 
+def test_going_back_to_a_step_repeats_the_run_and_a_missing_step_harms_nothing(reference: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(reference, run_dir)
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file() and path.name != "run.json"}
+    refused = empo2(*train_arguments(run_dir), "--resume", str(run_dir / "checkpoints/7"))
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines()[-1].endswith("checkpoints/7: no such checkpoint; there are [0, 1, 2]")
+    assert {path: path.read_bytes() for path in before} == before
+    done = empo2(*train_arguments(run_dir), "--resume", str(run_dir / "checkpoints/1"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_same(run_dir, reference)
+
+
 def test_ctrl_c_during_a_save_waits_for_it(reference: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
 
