@@ -1,7 +1,7 @@
 """Load and save Qwen2 weights as Hugging Face folders.
 
 Attribute paths of the model equal tensor names and kernels share their orientation, so both ways are plain copies,
-one tensor at a time. Tokenizers are `models/tokenizer.py`; publishing weights to engines is `sync/`.
+one tensor at a time. Tokenizers are `models/tokenizer.py`.
 """
 
 from collections.abc import Mapping
