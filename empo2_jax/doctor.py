@@ -17,7 +17,7 @@ from empo2_jax.config import Config
 from empo2_jax.errors import Empo2Error
 from empo2_jax.models.hf_weights import read_config
 
-DISK_NEEDED, MEMORY_NEEDED = 3.0, 4.0  # GiB: the installable model with its checkpoints; the quickstart's peak
+DISK_NEEDED, MEMORY_NEEDED = 6.0, 8.0  # GiB: the installable model with its checkpoints; the quickstart's peak
 
 
 @dataclass(frozen=True)
