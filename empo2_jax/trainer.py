@@ -94,8 +94,9 @@ class Trainer:
         stack.callback(self.collector.close)
         self.writer = assembly.make_writer(config, self.policy, self.family) if config.algorithm.p_memory > 0 else None
         self.learner = self._learner()
-        self.state: LearnerState = self.learner.init(_copy(self.policy.params))
-        self.reference = self.policy.params if config.algorithm.kl_coefficient > 0 else None
+        self.reference = _copy(self.policy.params) if config.algorithm.kl_coefficient > 0 else None
+        # The learner takes the policy's arrays over (and donates them); the engine is given a copy in `restore`.
+        self.state: LearnerState = self.learner.init(self.policy.params)
         self.store = CheckpointStore(config.run_dir, config.checkpoint.keep)
         self.iteration = 0
         self._sampled = 0  # tokens of the newest rollout
