@@ -119,7 +119,7 @@ class MemoryConfig(Section):
     distinct_episodes: bool = Field(True, description="at most one tip per source episode in a block")
     placement: Literal["history"] = Field("history", description="a tip block stays in the turn where it was retrieved")
     eviction: Literal["fifo", "lowest_score"] = Field("fifo", description="entry that leaves a full buffer")
-    duplicates: Literal["renew", "drop"] = Field("renew", description="what a content written again does: count as new")
+    duplicates: Literal["renew", "drop"] = Field("renew", description="a content written again: newest, or as it was")
     tip_max_tokens: Positive = Field(128, description="tokens of one tip")
     writer: Literal["policy", "scripted"] = Field("policy", description="who writes tips; scripted is for tests")
     embedder: Literal["minilm", "hashing"] = Field("minilm", description="text to vector; hashing for the toy")
