@@ -92,9 +92,9 @@ class CheckpointStore:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._sweep()
-            _require_space(self._folder, sum(leaf.nbytes for leaf in leaves.values()))
             for name in ("memory", "novelty"):
                 (draft / name).mkdir(parents=True)
+            _require_space(draft / "reserve", sum(leaf.nbytes for leaf in leaves.values()))
             with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
                 checkpointer.save((draft / "state").absolute(), args=ocp.args.PyTreeSave(leaves))
             memory_dump(draft / "memory")
@@ -353,10 +353,18 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path.name}: not JSON: {error}") from None
 
 
-def _require_space(folder: Path, state_bytes: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < state_bytes:
-        raise OSError(f"needs about {state_bytes / 2**20:.0f} MiB, the disk has {free / 2**20:.0f} MiB free")
+def _require_space(path: Path, size: int) -> None:
+    """Allocate `size` bytes and give them back: quotas and limits count, and Orbax fails only with tracebacks.
+
+    Raises:
+        OSError: the disk, a quota or a limit does not allow it.
+    """
+    with path.open("wb") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            raise OSError(f"needs {size / 2**20:.1f} MiB: {error.strerror}") from error
+    path.unlink()
 
 
 def _first_line(error: Exception) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import logging
-import os
+import resource
 import signal
 import subprocess
 import sys
@@ -165,14 +165,18 @@ def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> N
         save(CheckpointStore(tmp_path, keep=1), 1)
 
 
-def test_full_disk_keeps_the_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_space_for_the_state_is_known_before_anything_is_written(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     save(store, 1)
-    full = os.statvfs_result((4096, 4096, 100, 0, 0, 10, 0, 0, 0, 255))
-    monkeypatch.setattr(os, "statvfs", lambda path: full)
-    with pytest.raises(CheckpointError, match="2: cannot save: needs about 0 MiB, the disk has 0 MiB free"):
-        save(store, 2)
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"2: cannot save: needs 0\.0 MiB: File too large"):
+            save(store, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     assert store.verify() == [(1, None)]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["1"]
 
 
 def test_disk_that_fills_while_dumping_leaves_no_trace(tmp_path: Path) -> None:
