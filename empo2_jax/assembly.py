@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 
 from empo2_jax import assets
 from empo2_jax.config import Config, IntrinsicConfig, MemoryConfig, ModelConfig
@@ -39,6 +40,7 @@ class Policy:
     model: Qwen2
     tokenizer: Tokenizer
     folder: Path
+    mesh: Mesh
 
     @property
     def params(self) -> Any:
@@ -63,15 +65,10 @@ def load_policy(config: ModelConfig, folder: Path | None = None) -> Policy:
     """Weights and tokenizer of `model.path`, or of `folder` if given, placed on the configured mesh."""
     folder = folder or model_folder(config.path)
     tokenizer = Tokenizer.load(folder)
-    count = config.mesh[0] * config.mesh[1] * config.mesh[2]
-    if config.mesh[0] != 1:
-        raise ConfigError(f"model.mesh = {list(config.mesh)}: the data axis must be 1; use fsdp and tensor")
-    if count > jax.device_count():
-        raise ConfigError(f"model.mesh = {list(config.mesh)} needs {count} devices; there are {jax.device_count()}")
-    mesh = make_mesh(jax.devices()[:count], *config.mesh)
+    mesh = make_mesh(jax.devices(), *config.mesh)
     model = load_model(folder, dtype=config.compute_dtype, mesh=mesh)
     tokenizer.check_fits(model.config.vocab_size, folder)
-    return Policy(model, tokenizer, folder)
+    return Policy(model, tokenizer, folder, mesh)
 
 
 def make_family(experiment: Config) -> EnvironmentFamily:

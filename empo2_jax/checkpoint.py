@@ -29,9 +29,10 @@ from empo2_jax.metrics import METRICS_FILE, read_metrics, untimed
 
 FORMAT = 1
 FOLDER = "checkpoints"
-MAY_DIFFER = (  # keys that a resumed run may change: they do not reach the numbers, or only by rounding (mesh)
+MAY_DIFFER = (  # keys that a resumed run may change: they do not reach the numbers, or only by rounding (mesh, remat)
     "run.name", "run.dir", "run.iterations", "run.tensorboard", "run.episodes_logged",
-    "env.workers", "env.step_timeout_s", "evaluation.every", "checkpoint.", "model.mesh",
+    "env.workers", "env.step_timeout_s", "evaluation.every", "checkpoint.", "model.mesh", "model.remat",
+    "update.offload_moments",
 )  # fmt: skip
 
 _log = logging.getLogger(__name__)

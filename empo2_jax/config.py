@@ -43,9 +43,11 @@ class ModelConfig(Section):
         description="Hugging Face folder, hub id, `smollm2-135m-instruct` (installable) or `toy` (shipped start)",
     )
     compute_dtype: Literal["float32", "bfloat16"] = Field("float32", description="activations; master weights are f32")
-    remat: bool = Field(True, description="recompute activations in the backward pass, layer by layer")
+    remat: Literal["none", "dots", "full"] = Field(
+        "full", description="kept of a layer for the backward pass: all, outputs of linear layers, only its input"
+    )
     mesh: tuple[Positive, Positive, Positive] = Field(
-        (1, 1, 1), strict=False, description="devices along the axes data (only 1), fsdp, tensor"
+        (1, 1, 1), strict=False, description="devices along the axes data, fsdp, tensor"
     )
 
 
@@ -95,13 +97,13 @@ class AlgorithmConfig(Section):
     min_token_prob: Probability = Field(0.0067, description="δ: less likely tokens give no policy loss; 0 = off")
     mask_modes: Literal["off_policy", "all"] = Field("off_policy", description="rows that the δ-mask applies to")
     mask_sign: Literal["all", "negative"] = Field(
-        "all", description="δ-mask on all tokens or where the advantage is negative"
+        "negative", description="δ-mask on all tokens or where the advantage is negative"
     )
     mask_unit: Literal["token", "row"] = Field("token", description="row: an unlikely token drops its whole step")
     kl_coefficient: NonNegative = Field(0.0, description="β of the k3 estimate against the policy at the start of RL")
     entropy_coefficient: NonNegative = Field(0.0, description="c_H: bonus per nat of entropy")
     advantage_baseline: Literal["group", "mode"] = Field("group", description="members a return is compared with")
-    advantage_std_floor: NonNegative = Field(0.0, description="least standard deviation to divide by, points")
+    advantage_std_floor: NonNegative = Field(5.0, description="least standard deviation to divide by, points")
     rollout_correction: Literal["auto", "on", "off"] = Field(
         "auto", description="truncated importance weight engine→trainer; auto = on unless the engine is in-process"
     )
@@ -147,7 +149,8 @@ class UpdateConfig(Section):
     minibatch_steps: Positive = Field(128, description="step rows (actions) per optimizer step; episodes stay whole")
     epochs: Positive = Field(1, description="passes over the episodes of an iteration")
     buckets: tuple[Positive, ...] = Field((512, 1024, 2048, 4608), strict=False, description="row lengths T, at most 4")
-    micro_batch_tokens: Positive = Field(4608, description="tokens per forward pass, padding included")
+    micro_batch_tokens: Positive = Field(4608, description="tokens per forward pass of all devices, with padding")
+    offload_moments: bool = Field(False, description="keep the optimizer's moments in host memory between updates")
 
     @model_validator(mode="after")
     def _check(self) -> "UpdateConfig":
@@ -216,6 +219,12 @@ class Config(Section):
         if self.rollout.max_length > self.update.buckets[-1]:
             raise ValueError(
                 f"rollout.max_length = {self.rollout.max_length} exceeds the largest bucket {self.update.buckets[-1]}"
+            )
+        shards = self.model.mesh[0] * self.model.mesh[1]
+        if self.update.micro_batch_tokens < shards * self.update.buckets[-1]:
+            raise ValueError(
+                f"update.micro_batch_tokens = {self.update.micro_batch_tokens} has no row of the largest bucket for "
+                f"each of data × fsdp = {shards} shards; at least {shards * self.update.buckets[-1]} is allowed"
             )
         if self.algorithm.name == "grpo" and (self.algorithm.p_memory > 0 or self.intrinsic.kind != "none"):
             raise ValueError('algorithm.name = "grpo" needs algorithm.p_memory = 0 and intrinsic.kind = "none"')

@@ -16,6 +16,7 @@ from empo2_jax import assets
 from empo2_jax.config import Config
 from empo2_jax.errors import Empo2Error
 from empo2_jax.models.hf_weights import read_config
+from empo2_jax.models.sharding import check_divides, make_mesh
 
 DISK_NEEDED, MEMORY_NEEDED = 6.0, 8.0  # GiB: the installable model with its checkpoints; the quickstart's peak
 
@@ -52,17 +53,12 @@ def diagnose(config: Config | None = None) -> list[Check]:
 
 
 def mesh_fits(config: Config) -> str:
-    """What the mesh uses; raises `Empo2Error` when it does not fit the devices or the model's heads."""
+    """What the mesh uses; raises `ConfigError` when it does not fit the devices or the model's sizes."""
     data, fsdp, tensor = config.model.mesh
-    count = data * fsdp * tensor
-    if count > jax.device_count():
-        raise Empo2Error(f"needs {count} devices, there are {jax.device_count()}")
     folder = Path(config.model.path)
     if folder.is_dir():
-        model = read_config(folder)
-        for name, heads in (("attention", model.num_heads), ("key/value", model.num_kv_heads)):
-            if heads % tensor:
-                raise Empo2Error(f"{heads} {name} heads do not divide over tensor = {tensor}")
+        check_divides(read_config(folder), fsdp, tensor)
+    make_mesh(jax.devices(), data, fsdp, tensor)
     return f"data {data} × fsdp {fsdp} × tensor {tensor} of {jax.device_count()} devices"
 
 

@@ -1,14 +1,15 @@
-"""What a run leaves to read: `metrics.jsonl`, `evaluations.jsonl`, `episodes/<iteration>.jsonl`, TensorBoard, W&B.
+"""What a run leaves to read: `metrics.jsonl`, `evaluations.jsonl`, `episodes/<iteration>.jsonl`, TensorBoard.
 
 The two `.jsonl` logs are the record: one line per iteration, on the disk before the call returns. A checkpoint stores
-how many lines it has seen; a resumed run drops the lines beyond, so no iteration appears twice. TensorBoard and W&B
-are views of the record behind `MetricSink` and are rebuilt from it. What a metric means is said where it is computed.
+how many lines it has seen; a resumed run drops the lines beyond, so no iteration appears twice. TensorBoard is
+a view of the record behind `MetricSink` and is rebuilt from it. What a metric means is said where it is computed.
 """
 
 import json
 import math
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -26,6 +27,25 @@ TIMED_PREFIXES = ("timing_s/", "perf/")  # values that differ between two runs o
 
 Record = dict[str, Any]
 Number = int | float | np.number
+
+
+class Stopwatch:
+    """Wall seconds of the phases of an iteration."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = self._first = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """Book the time since the last lap under `name`."""
+        now = time.perf_counter()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+        self._last = now
+
+    def metrics(self) -> dict[str, float]:
+        """All phases and their sum as `timing_s/*`."""
+        total = time.perf_counter() - self._first
+        return {f"timing_s/{name}": value for name, value in self.seconds.items()} | {"timing_s/iteration": total}
 
 
 @runtime_checkable

@@ -6,7 +6,6 @@ run that was killed continues as if nothing had happened. What is printed and pl
 
 import importlib
 import json
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -32,7 +31,7 @@ from empo2_jax.learner.optim import policy_optimizer, policy_rate
 from empo2_jax.learner.step import Learner, LearnerState
 from empo2_jax.memory.novelty import PendingVisits, novelty_key
 from empo2_jax.memory.tips import buffer_key, make_tip_entries
-from empo2_jax.metrics import EpisodeLog, JsonLines, MetricsLog, TensorBoardSink, write_atomically
+from empo2_jax.metrics import EpisodeLog, JsonLines, MetricsLog, Stopwatch, TensorBoardSink, write_atomically
 from empo2_jax.ops.losses import finalize_metrics, policy_loss
 from empo2_jax.progress import RunProgress, note
 from empo2_jax.randomness import generator
@@ -121,6 +120,8 @@ class Trainer:
             objective,
             temperature=self.config.rollout.temperature,
             remat=self.config.model.remat,
+            mesh=self.policy.mesh,
+            offload_moments=self.config.update.offload_moments,
         )
 
     def _start(self) -> Path | None:
@@ -307,7 +308,7 @@ class Trainer:
         weighted = token_weights([row for row in rows if row.episode in members], algorithm.aggregation)
         if algorithm.mask_unit == "row":
             weighted = drop_unlikely_steps(weighted, algorithm.mask_sign)
-        return pack(weighted, update.buckets, update.micro_batch_tokens).batches
+        return pack(weighted, update.buckets, update.micro_batch_tokens, self.learner.row_multiple).batches
 
     def tips(self, episodes: Sequence[Episode]) -> list[Tip]:
         """Memory entries of the iteration in episode order."""
@@ -363,25 +364,6 @@ class Trainer:
             "episode/valid_actions": float(np.mean([step.valid for step in steps])) if steps else 0.0,
             "memory/hit_rate": float(np.mean(hits)) if hits else 0.0,
         }
-
-
-class Stopwatch:
-    """Wall seconds of the phases of an iteration."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = self._first = time.perf_counter()
-
-    def lap(self, name: str) -> None:
-        """Book the time since the last lap under `name`."""
-        now = time.perf_counter()
-        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
-        self._last = now
-
-    def metrics(self) -> dict[str, float]:
-        """All phases and their sum as `timing_s/*`."""
-        total = time.perf_counter() - self._first
-        return {f"timing_s/{name}": value for name, value in self.seconds.items()} | {"timing_s/iteration": total}
 
 
 def draw_tasks(tasks: Sequence[Task], count: int, seed: int, iteration: int) -> list[Task]:

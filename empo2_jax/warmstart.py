@@ -174,7 +174,7 @@ def train(
     update: UpdateConfig,
     *,
     seed: int,
-    remat: bool,
+    remat: str,
     store: CheckpointStore,
     report: Callable[[int, float], None],
 ) -> tuple[Any, list[float]]:
@@ -196,7 +196,15 @@ def train(
     if not rows:
         raise DataError(f"no demonstration of {family.name} fits the largest of update.buckets = {update.buckets[-1]}")
     graphdef, params = nnx.split(policy.model)
-    learner = Learner(graphdef, warmstart_optimizer(config), supervised_loss, temperature=1.0, remat=remat)
+    learner = Learner(
+        graphdef,
+        warmstart_optimizer(config),
+        supervised_loss,
+        temperature=1.0,
+        remat=remat,
+        mesh=policy.mesh,
+        offload_moments=update.offload_moments,
+    )
     state = learner.init(jax.tree.map(lambda leaf: leaf.copy(), params))
     order: list[int] = []
     losses: list[float] = []
@@ -213,7 +221,8 @@ def train(
             continue  # this batch was learned before the interruption
         tokens = float(sum(row.token_weight.sum() for row in batch))
         scaled = [_scaled(row, 1.0 / tokens) for row in batch]
-        state, sums = learner.update(state, pack(scaled, update.buckets, update.micro_batch_tokens).batches)
+        packed = pack(scaled, update.buckets, update.micro_batch_tokens, learner.row_multiple)
+        state, sums = learner.update(state, packed.batches)
         skipped = count_skipped(skipped, bool(sums["skipped"]), f"warm start, update {number + 1}")
         loss = float(sums["loss"])
         losses += [] if skipped else [loss]

@@ -32,7 +32,9 @@ def run_on_devices() -> Callable[[int, str], str]:
     """Run Python source in a process with so many virtual CPU devices; returns its output, fails with its errors."""
 
     def run(devices: int, source: str) -> str:
-        environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+        # A collective blocks a thread of XLA's pool and several run at once: too few threads wait for each other.
+        threads = {"PJRT_NPROC": str(16 * devices), "NPROC": str(16 * devices)}
+        environment = os.environ | threads | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
         command = [sys.executable, "-W", "error::DeprecationWarning:empo2_jax", "-c", source]
         result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
         assert result.returncode == 0, result.stderr[-4000:]

@@ -32,7 +32,7 @@ def test_missing_model_folder_is_an_error() -> None:
 
 
 def test_a_mesh_needs_its_devices() -> None:
-    config = parse_config({"model": {"path": "toy", "mesh": [1, 64, 1]}})
+    config = parse_config({"model": {"path": "toy", "mesh": [1, 1, 64]}})
     with pytest.raises(ConfigError, match="needs 64 devices"):
         load_policy(config.model)
 

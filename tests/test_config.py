@@ -60,6 +60,8 @@ def test_an_unknown_key_names_the_nearest(values: dict[str, Any], unknown: str, 
         ({"update": {"buckets": [1, 2, 3, 4, 5]}}, "at most 4 increasing lengths"),
         ({"update": {"micro_batch_tokens": 100}}, "below the largest bucket 4608"),
         ({"model": {"mesh": [1, 1]}}, "mesh"),
+        ({"model": {"remat": True}}, "'none', 'dots' or 'full'"),
+        ({"model": {"mesh": [2, 2, 1]}}, r"data × fsdp = 4 shards; at least 18432 is allowed"),
     ],
 )
 def test_values_that_cannot_work_are_named(values: dict[str, Any], message: str) -> None:
@@ -140,10 +142,10 @@ def test_override_without_value_is_an_error() -> None:
     rate=st.floats(1e-12, 1e3),
     tasks=st.lists(st.text("ab\"\\' é", max_size=5), max_size=3),
     seed=st.integers(0, 2**62),
-    remat=st.booleans(),
+    remat=st.sampled_from(["none", "dots", "full"]),
 )
 def test_what_is_dumped_reads_back_equal(
-    tmp_path_factory: pytest.TempPathFactory, name: str, rate: float, tasks: list[str], seed: int, remat: bool
+    tmp_path_factory: pytest.TempPathFactory, name: str, rate: float, tasks: list[str], seed: int, remat: str
 ) -> None:
     config = parse_config(
         {

@@ -150,7 +150,9 @@ def test_09_errors_are_no_reward_and_a_length_stop_keeps_its_return() -> None:
     stops = [(0.0, StopReason.DONE), (90.0, StopReason.ENV_ERROR), (2.0, StopReason.LENGTH),
              (4.0, StopReason.STEP_LIMIT), (70.0, StopReason.ENGINE_ERROR)]  # fmt: skip
     group = make_group(*(make_episode(rewards=[reward], stop_reason=stop) for reward, stop in stops))
-    assert empo2.advantages([group], AlgorithmConfig()) == pytest.approx([-1, 0, 1], rel=1e-5)  # mean 2, std 2
+    assert empo2.advantages([group], AlgorithmConfig(advantage_std_floor=0.0)) == pytest.approx(
+        [-1, 0, 1], rel=1e-5
+    )  # mean 2, std 2
     metrics = group_metrics([group])
     assert (metrics["episode/invalid"], metrics["reward/mean"]) == pytest.approx((0.4, 2.0))
 
@@ -158,7 +160,7 @@ def test_09_errors_are_no_reward_and_a_length_stop_keeps_its_return() -> None:
 def test_09_fewer_than_two_valid_members_or_no_deviation_teach_nothing() -> None:
     single = make_group(make_episode(rewards=[5.0]), make_episode(stop_reason=StopReason.ENV_ERROR))
     tied = make_group(make_episode(rewards=[5.0]), make_episode(rewards=[5.0]))
-    assert empo2.advantages([single, tied], AlgorithmConfig()) == [0.0, 0.0, 0.0]
+    assert empo2.advantages([single, tied], AlgorithmConfig(advantage_std_floor=0.0)) == [0.0, 0.0, 0.0]
 
 
 def test_10_return_sums_both_rewards_undiscounted_and_the_floor_tames_novelty() -> None:
@@ -168,8 +170,8 @@ def test_10_return_sums_both_rewards_undiscounted_and_the_floor_tames_novelty() 
     ]
     assert [e.extrinsic_return + e.intrinsic_return for e in episodes] == [4.5, 3.5]
     group, root = make_group(*episodes), 0.5**0.5  # mean 4, std √½
-    assert empo2.advantages([group], AlgorithmConfig()) == pytest.approx([root, -root], rel=1e-5)
-    floored = AlgorithmConfig(advantage_std_floor=5.0)
+    assert empo2.advantages([group], AlgorithmConfig(advantage_std_floor=0.0)) == pytest.approx([root, -root], rel=1e-5)
+    floored = AlgorithmConfig()
     assert empo2.advantages([group], floored) == pytest.approx([0.1, -0.1])
     assert group_metrics([group])["group/phantom"] == 1.0
 
@@ -177,7 +179,9 @@ def test_10_return_sums_both_rewards_undiscounted_and_the_floor_tames_novelty() 
 def test_10_a_row_that_does_not_fit_changes_no_return() -> None:
     long = make_episode([[5] * 20], rewards=[10.0])
     group = make_group(long, make_episode(rewards=[0.0]))
-    advantages = relative_advantages([group], AlgorithmConfig(), lambda episode: episode.extrinsic_return)
+    advantages = relative_advantages(
+        [group], AlgorithmConfig(advantage_std_floor=0.0), lambda episode: episode.extrinsic_return
+    )
     packed = pack(build_rows(list(group.episodes), advantages), [16], 16)
     assert packed.dropped == [0]
     (kept,) = unpack([batch.advantages for batch in packed.batches], packed.placements)

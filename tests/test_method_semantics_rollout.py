@@ -71,7 +71,9 @@ def test_05_engine_and_trainer_agree_at_the_sampling_temperature_under_the_actin
     engine = JaxEngine(model, slots=3, max_length=256)
     episodes = collect(CorridorFamily(3), list(Mode), engine=engine, memory=memory_with_tips())
     assert all(step.tips for step in episodes[Mode.OFF_POLICY].steps)
-    learner = Learner(graphdef, policy_optimizer(UpdateConfig()), supervised_loss, temperature=TEMPERATURE, remat=False)
+    learner = Learner(
+        graphdef, policy_optimizer(UpdateConfig()), supervised_loss, temperature=TEMPERATURE, remat="none"
+    )
     score = scorer(learner, params, [256], 1024)
     rows = build_rows(episodes, [0.0] * 3)
     filled, gaps = fill(rows, episodes, score, denominator="behavior", correction_cap=2.0)

@@ -26,7 +26,7 @@ def scorer(learner: Learner, params: object, buckets: Sequence[int], micro_batch
     """A function from rows to the log-probs of their action tokens under `params`, nats."""
 
     def score(rows: Sequence[Row]) -> Values:
-        packed = pack(rows, buckets, micro_batch_tokens)
+        packed = pack(rows, buckets, micro_batch_tokens, learner.row_multiple)
         return unpack([learner.logprobs(params, batch)[0] for batch in packed.batches], packed.placements)
 
     return score

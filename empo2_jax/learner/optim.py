@@ -8,8 +8,11 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Float32
 
 from empo2_jax.config import UpdateConfig, WarmstartConfig
+from empo2_jax.errors import ConfigError
 
 Optimizer = optax.GradientTransformation
+
+HOST_MEMORY = "pinned_host"
 
 
 def policy_rate(config: UpdateConfig) -> optax.Schedule:
@@ -37,21 +40,50 @@ def warmstart_optimizer(config: WarmstartConfig) -> Optimizer:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
 
 
-def init_moments(optimizer: Optimizer, params: Any) -> tuple[Any, Sharding]:
-    """Optimizer state whose moments lie where their parameters do, and the sharding of its scalars.
+def init_moments(optimizer: Optimizer, params: Any, *, offload: bool = False) -> tuple[Any, Sharding]:
+    """Optimizer state placed as `place_moments` says, and the sharding of its scalars.
 
     A plain `jit(init)` would leave the moments unsharded without a word.
+
+    Args:
+        optimizer: Of the parameters.
+        params: Placed parameters.
+        offload: Keep the moments, sharded alike, in the memory of the device's host.
+
+    Raises:
+        ConfigError: `offload` on a platform without pinned host memory.
     """
+    placed, scalar = place_moments(optimizer, params, offload=offload)
+    return jax.jit(optimizer.init, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, placed))(params), scalar
+
+
+def place_moments(optimizer: Optimizer, params: Any, *, offload: bool = False) -> tuple[Any, Sharding]:
+    """Abstract optimizer state whose moments lie where their parameters (abstract or not) do; sharding of scalars."""
     first = jax.tree.leaves(params)[0].sharding
     scalar = NamedSharding(first.mesh, PartitionSpec()) if isinstance(first, NamedSharding) else first
+    kind = _host_memory(first) if offload else first.memory_kind
+
+    def place(leaf: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
     placed = optax.tree.map_params(
         optimizer,
-        lambda _, param: param.sharding,
+        lambda leaf, param: place(leaf, param.sharding.with_memory_kind(kind)),
         jax.eval_shape(optimizer.init, params),
         params,
-        transform_non_params=lambda _: scalar,
+        transform_non_params=lambda leaf: place(leaf, scalar),
     )
-    return jax.jit(optimizer.init, out_shardings=placed)(params), scalar
+    return placed, scalar
+
+
+def _host_memory(place: Sharding) -> str:
+    kinds = {memory.kind for device in place.addressable_devices for memory in device.addressable_memories()}
+    if HOST_MEMORY not in kinds:
+        raise ConfigError(
+            f"update.offload_moments = true: the devices have no memory of kind {HOST_MEMORY}, only "
+            f"{', '.join(sorted(kinds))}; false is allowed"
+        )
+    return HOST_MEMORY
 
 
 def descend(optimizer: Optimizer, params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any, Float32[Array, ""]]:

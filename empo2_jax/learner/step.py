@@ -1,7 +1,10 @@
 """One optimizer step over any number of micro-batches, and the log-probs that the ledgers need.
 
 The objective is injected; it sees log-probs and the batch and has no branch on the mode. Token weights carry the
-batch-global denominator, so the gradients of micro-batches simply add up.
+batch-global denominator, so the gradients of micro-batches, and of the shards of a batch, simply add up.
+
+Parameters, gradients and moments lie on the mesh as `models/sharding.py` says, the rows of a batch over `data` and
+`fsdp`. Which device computes what is the compiler's choice, except at the vocabulary (`models/vocabulary.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -12,11 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float32, Int32
 
-from empo2_jax.learner.optim import Optimizer, descend, init_moments
+from empo2_jax.errors import ConfigError
+from empo2_jax.learner.optim import Optimizer, descend, init_moments, place_moments
 from empo2_jax.models.qwen2 import Qwen2
-from empo2_jax.ops.logprobs import token_logprobs
+from empo2_jax.models.sharding import batch_shards, make_mesh, spec
+from empo2_jax.models.vocabulary import action_logprobs
 from empo2_jax.types import TrainBatch
 
 Objective = Callable[
@@ -33,7 +39,10 @@ class LearnerState(NamedTuple):
 
 
 class Learner:
-    """Owns the compiled functions; the state is passed in and out (and donated)."""
+    """Owns the compiled functions; the state is passed in and out (and donated).
+
+    `row_multiple` is the number of shards of a batch: rows come in a multiple of it.
+    """
 
     def __init__(
         self,
@@ -42,26 +51,43 @@ class Learner:
         objective: Objective,
         *,
         temperature: float,
-        remat: bool,
+        remat: str,
+        mesh: Mesh | None = None,
+        offload_moments: bool = False,
     ):
+        """Compile nothing yet.
+
+        Args:
+            graphdef: Structure of the model.
+            optimizer: Of the parameters.
+            objective: The loss.
+            temperature: Divides the logits.
+            remat: Name in `models.qwen2.REMAT_POLICIES`.
+            mesh: Where the parameters lie; None is the first device alone.
+            offload_moments: Keep the moments in host memory between updates.
+        """
         self._graphdef, self._optimizer, self._objective = graphdef, optimizer, objective
-        self._temperature, self._remat = temperature, remat
-        self._grad = jax.jit(jax.value_and_grad(self._loss, has_aux=True), static_argnames="capacity")
+        self._temperature, self._remat, self._offload = temperature, remat, offload_moments
+        self._mesh = make_mesh(jax.devices(), 1, 1, 1) if mesh is None else mesh
+        self.row_multiple = batch_shards(self._mesh)
         self._logprobs = jax.jit(self._forward, static_argnames="capacity")
-        self._add = jax.jit(partial(jax.tree.map, jnp.add), donate_argnums=0)
+        self._sum = jax.jit(partial(jax.tree.map, jnp.add), donate_argnums=0)
 
     def init(self, params: Any) -> LearnerState:
-        """State at the start; moments take the sharding of their parameter, and updates keep every sharding."""
-        opt_state, scalar = init_moments(self._optimizer, params)
+        """State at the start; moments take the sharding of their parameter, and updates keep every sharding.
+
+        Raises:
+            ConfigError: moments are to be offloaded and the platform has no memory for that.
+        """
+        opt_state, scalar = init_moments(self._optimizer, params, offload=self._offload)
         state = LearnerState(params, opt_state, jax.device_put(jnp.zeros((), jnp.int32), scalar))
-        # Left alone, the compiler shards what was replicated, and the next update compiles again.
-        placement = jax.tree.map(lambda leaf: leaf.sharding, state)
-        self._apply = jax.jit(self._descend, out_shardings=(placement, None), donate_argnums=0)
+        self._compile(state)
         return state
 
     def logprobs(self, params: Any, batch: TrainBatch) -> tuple[np.ndarray, np.ndarray]:
         """(log-probs, entropies) f32[B, T] of the action tokens at the training temperature, nats; 0 elsewhere."""
-        logprobs, entropy = self._logprobs(params, batch, capacity=_capacity(batch))
+        with jax.set_mesh(self._mesh):
+            logprobs, entropy = self._logprobs(params, self._place(batch), capacity=self._capacity(batch))
         return np.asarray(logprobs), np.asarray(entropy)
 
     def update(self, state: LearnerState, batches: Sequence[TrainBatch]) -> tuple[LearnerState, dict[str, np.ndarray]]:
@@ -69,40 +95,77 @@ class Learner:
 
         Where the loss or the gradient norm is not finite the state comes back as it was and `skipped` is True.
         """
-        total: Any = None
-        for batch in batches:
-            (loss, sums), grads = self._grad(state.params, batch, capacity=_capacity(batch))
-            item = (grads, {**sums, "loss": loss})
-            total = item if total is None else self._add(total, item)
-        grads, sums = total
-        state, outcome = self._apply(state, grads, sums["loss"])
+        with jax.set_mesh(self._mesh):
+            grads, sums = self._zeros(state.params), None
+            for batch in batches:
+                capacity = self._capacity(batch)
+                grads, item = self._accumulate(grads, state.params, self._place(batch), capacity=capacity)
+                sums = item if sums is None else self._sum(sums, item)
+            assert sums is not None, "an update needs a batch"
+            state, outcome = self._apply(state, grads, sums["loss"])
         return state, {name: np.asarray(value) for name, value in {**sums, **outcome}.items()}
+
+    def lower(self, params: Any, batch: TrainBatch, capacity: int) -> tuple[jax.stages.Lowered, jax.stages.Lowered]:
+        """The two programs of an update, for abstract arrays that carry their shardings; nothing is placed or run.
+
+        Args:
+            params: Parameters.
+            batch: One micro-batch.
+            capacity: Room for the action tokens of each shard.
+
+        Returns:
+            The one that adds the gradient of `batch`, and the one that applies the sum.
+        """
+        opt_state, scalar = place_moments(self._optimizer, params)
+        state = LearnerState._make((params, opt_state, jax.ShapeDtypeStruct((), jnp.int32, sharding=scalar)))
+        loss = jax.ShapeDtypeStruct((), jnp.float32, sharding=scalar)
+        self._compile(state)
+        with jax.set_mesh(self._mesh):
+            added = self._accumulate.lower(params, params, batch, capacity=capacity)
+            return added, self._apply.lower(state, params, loss)
+
+    def _compile(self, state: LearnerState) -> None:
+        # Left alone, the compiler shards what was replicated, and the next update compiles again.
+        placement = jax.tree.map(lambda leaf: leaf.sharding, state)
+        self._zeros = jax.jit(partial(jax.tree.map, jnp.zeros_like), out_shardings=placement.params)
+        self._accumulate = jax.jit(
+            self._add_gradient, static_argnames="capacity", out_shardings=(placement.params, None), donate_argnums=0
+        )
+        self._apply = jax.jit(self._descend, out_shardings=(placement, None), donate_argnums=0)
 
     def _forward(self, params: Any, batch: TrainBatch, capacity: int) -> tuple[Array, Array]:
         model: Qwen2 = nnx.merge(self._graphdef, params)
         token_ids, positions, segment_ids = map(jnp.asarray, (batch.token_ids, batch.positions, batch.segment_ids))
         hidden = model(token_ids, positions, segment_ids, remat=self._remat)
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        # Only action tokens go to the head; the fill value 0 is never one, since nothing predicts a first token.
-        (index,) = jnp.nonzero(batch.loss_mask.reshape(-1), size=capacity, fill_value=0)
-        targets = batch.token_ids.reshape(-1)[index]
-        logprobs, entropy = token_logprobs(flat[index - 1], model.head, targets, self._temperature)
-        keep = index > 0
-
-        def spread(values: Array) -> Array:
-            empty = jnp.zeros(batch.token_ids.size, jnp.float32)
-            return empty.at[index].add(jnp.where(keep, values, 0.0)).reshape(batch.token_ids.shape)
-
-        return spread(logprobs), spread(entropy)
+        mask = jnp.asarray(batch.loss_mask)
+        return action_logprobs(hidden, model.head, token_ids, mask, temperature=self._temperature, capacity=capacity)
 
     def _loss(self, params: Any, batch: TrainBatch, capacity: int) -> tuple[Array, dict[str, Array]]:
         return self._objective(*self._forward(params, batch, capacity), batch)
 
+    def _add_gradient(self, total: Any, params: Any, batch: TrainBatch, capacity: int) -> tuple[Any, dict[str, Array]]:
+        """Add the gradient of a batch in the place of `total`, so that no second whole gradient exists."""
+        (loss, sums), grads = jax.value_and_grad(self._loss, has_aux=True)(params, batch, capacity)
+        return jax.tree.map(jnp.add, total, grads), {**sums, "loss": loss}
+
     def _descend(self, state: LearnerState, grads: Any, loss: Array) -> tuple[LearnerState, dict[str, Array]]:
+        if self._offload:
+            state = state._replace(opt_state=jax.device_put(state.opt_state, jax.memory.Space.Device))
         params, opt_state, norm = descend(self._optimizer, state.params, state.opt_state, grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         new = jax.tree.map(partial(jnp.where, finite), LearnerState(params, opt_state, state.updates + 1), state)
         return new, {"grad_norm": norm, "skipped": ~finite}
+
+    def _place(self, batch: TrainBatch) -> TrainBatch:
+        return jax.device_put(batch, NamedSharding(self._mesh, spec("batch", "length")))
+
+    def _capacity(self, batch: TrainBatch) -> int:
+        """Room for the action tokens of any shard: a sixteenth, a quarter or all of it, so that few shapes compile."""
+        rows, shards = len(batch.loss_mask), self.row_multiple
+        if rows % shards:
+            raise ConfigError(f"a batch of {rows} rows does not divide over data × fsdp = {shards} devices of the mesh")
+        count, size = np.asarray(batch.loss_mask).reshape(shards, -1).sum(axis=1).max(), batch.loss_mask.size // shards
+        return next(room for room in (size // 16, size // 4, size) if room >= count)
 
 
 def supervised_loss(
@@ -111,9 +174,3 @@ def supervised_loss(
     """Weighted negative log-likelihood of the answers (the warm start)."""
     loss = -jnp.sum(batch.token_weight * logprobs)
     return loss, {}
-
-
-def _capacity(batch: TrainBatch) -> int:
-    """Room for the action tokens of a batch: a sixteenth, a quarter or all of it, so that few shapes compile."""
-    count, size = int(np.asarray(batch.loss_mask).sum()), batch.loss_mask.size
-    return next(room for room in (size // 16, size // 4, size) if room >= count)

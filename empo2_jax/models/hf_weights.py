@@ -18,7 +18,7 @@ from jaxtyping import Array, DTypeLike, Float
 from empo2_jax.errors import DataError
 from empo2_jax.models.hf_folder import TensorReader, copy_tokenizer, new_folder, read_json, write_json, write_tensors
 from empo2_jax.models.qwen2 import Qwen2, Qwen2Config
-from empo2_jax.models.sharding import shardings
+from empo2_jax.models.sharding import check_divides, shardings
 
 Params = Mapping[Any, Any]  # an `nnx.State`, whose own annotation the run-time type checker cannot read
 
@@ -39,6 +39,8 @@ def load_model(folder: Path, *, dtype: DTypeLike = jnp.float32, mesh: Mesh | Non
     """
     folder = Path(folder)
     config = read_config(folder)
+    if mesh is not None:
+        check_divides(config, mesh.shape["fsdp"], mesh.shape["tensor"])
     abstract = nnx.eval_shape(lambda: Qwen2(config, rngs=nnx.Rngs(0), dtype=dtype))
     graph, params = nnx.split(abstract)
     reader = TensorReader(folder)

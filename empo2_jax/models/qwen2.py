@@ -8,7 +8,7 @@ engine's slots with a KV cache.
 There is no language-model head here: the model returns hidden states, and `ops/logprobs.py` applies `head` in chunks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -19,9 +19,16 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Int32
 
 from empo2_jax.models.qwen2_config import Qwen2Config, rope_frequencies
 from empo2_jax.models.sharding import constrain
+from empo2_jax.models.vocabulary import embed
 from empo2_jax.ops.attention import cached_attention, segment_attention
 
-__all__ = ["KVCache", "Qwen2", "Qwen2Config", "init_cache"]
+__all__ = ["REMAT_POLICIES", "KVCache", "Qwen2", "Qwen2Config", "init_cache"]
+
+REMAT_POLICIES: Mapping[str, Callable[..., Any]] = {  # what the forward pass of a layer keeps for the backward pass
+    "none": jax.checkpoint_policies.everything_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # outputs of the linear layers
+    "full": jax.checkpoint_policies.nothing_saveable,  # only the residual stream between layers
+}
 
 Rotation = tuple[Float32[Array, "B T half"], Float32[Array, "B T half"]]
 Attend = Callable[[int | None, Array, Array, Array], Array]  # window, q, k, v → heads
@@ -60,7 +67,7 @@ class Embedding(nnx.Module):
 
     def __init__(self, config: Qwen2Config, rngs: nnx.Rngs):
         shape = (config.vocab_size, config.hidden_size)
-        self.weight = _kernel(("vocab", "embed"), shape, config.initializer_range, rngs)
+        self.weight = _kernel(("vocab", "hidden"), shape, config.initializer_range, rngs)
 
 
 class RMSNorm(nnx.Module):
@@ -91,12 +98,13 @@ class Attention(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"], rotation: Rotation, attend: Attend) -> Float[Array, "B T D"]:
         """Project, rotate, attend, project back."""
-        q, k, v = (self._heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        q = self._heads(self.q_proj(x), "heads")
+        k, v = (self._heads(project(x), "kv_heads") for project in (self.k_proj, self.v_proj))
         heads = attend(self.window, _rotate(q, rotation), _rotate(k, rotation), v)
         return self.o_proj(heads.reshape(*x.shape[:2], -1))
 
-    def _heads(self, x: Float[Array, "B T flat"]) -> Float[Array, "B T heads d"]:
-        return x.reshape(*x.shape[:2], -1, self.head_dim)
+    def _heads(self, x: Float[Array, "B T flat"], axis: str) -> Float[Array, "B T heads d"]:
+        return constrain(x.reshape(*x.shape[:2], -1, self.head_dim), "batch", "length", axis, "head_dim")
 
 
 class MLP(nnx.Module):
@@ -151,7 +159,7 @@ class Qwen2(nnx.Module):
         positions: Int32[Array, "B T"],
         segment_ids: Int32[Array, "B T"],
         *,
-        remat: bool = False,
+        remat: str = "none",
     ) -> Float[Array, "B T D"]:
         """Normed hidden states of packed rows.
 
@@ -159,7 +167,7 @@ class Qwen2(nnx.Module):
             token_ids: Tokens, each below the vocabulary size.
             positions: Position inside the segment, ascending from 0.
             segment_ids: Attention stays inside a segment; 0 is padding, whose outputs are finite and meaningless.
-            remat: Keep only the residual stream between layers and recompute the rest in the backward pass.
+            remat: Name in `REMAT_POLICIES`: what is kept for the backward pass; the rest is computed again.
         """
 
         def attend(window: int | None, q: Array, k: Array, v: Array) -> Array:
@@ -174,7 +182,10 @@ class Qwen2(nnx.Module):
                 return nnx.merge(graph, weights)(x, rotation, attend), None
 
             stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *weights)
-            x, _ = jax.lax.scan(jax.checkpoint(step) if remat else step, x, stacked)
+            layer: Callable[..., tuple[Array, None]] = step
+            if remat != "none":  # a scan's backward pass is a loop of its own: nothing to be merged with
+                layer = jax.checkpoint(step, policy=REMAT_POLICIES[remat], prevent_cse=False)
+            x, _ = jax.lax.scan(layer, x, stacked)
         return self.norm(x)
 
     def extend(
@@ -209,7 +220,7 @@ class Qwen2(nnx.Module):
         return self.norm(x), KVCache(tuple(keys), tuple(values))
 
     def _embed(self, token_ids: Int32[Array, "B T"]) -> Float[Array, "B T D"]:
-        x = self.embed_tokens.weight[...][token_ids].astype(self.dtype)
+        x = embed(self.embed_tokens.weight[...], token_ids, self.dtype)
         return constrain(x, "batch", "length", "hidden")
 
     def _rotation(self, positions: Int32[Array, "B T"]) -> Rotation:

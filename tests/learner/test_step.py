@@ -16,7 +16,9 @@ from flax import nnx
 from empo2_jax.config import UpdateConfig
 from empo2_jax.data.packing import pack, unpack
 from empo2_jax.data.rows import build_rows, token_weights
-from empo2_jax.learner.optim import policy_optimizer
+from empo2_jax.errors import ConfigError
+from empo2_jax.learner import optim
+from empo2_jax.learner.optim import init_moments, policy_optimizer
 from empo2_jax.learner.step import Learner, supervised_loss
 from empo2_jax.models.qwen2 import Qwen2
 from empo2_jax.models.qwen2_config import Qwen2Config
@@ -62,7 +64,7 @@ def plain_logprobs(params: Any, batch: TrainBatch) -> jax.Array:
     return jnp.where(batch.loss_mask, jnp.pad(chosen, ((0, 0), (1, 0))), 0.0)
 
 
-def learner(objective: Callable = POLICY_LOSS, rate: float = 1.0, *, remat: bool = False) -> Learner:
+def learner(objective: Callable = POLICY_LOSS, rate: float = 1.0, *, remat: str = "none") -> Learner:
     """Plain descent: the change of a parameter is minus the rate times its gradient."""
     return Learner(GRAPHDEF, optax.sgd(rate), objective, temperature=TEMPERATURE, remat=remat)
 
@@ -112,7 +114,7 @@ def ready(shift: float = 0.0) -> list[Row]:
 def test_gradients_of_micro_batches_add_up_to_that_of_one_batch(shift: float):
     whole, parts = pack(ready(shift), [16], 64).batches, pack(ready(shift), [16], 16).batches
     assert (len(whole), len(parts)) == (1, 2)
-    (one, one_sums), (two, two_sums) = gradient(learner(), whole), gradient(learner(remat=True), parts)
+    (one, one_sums), (two, two_sums) = gradient(learner(), whole), gradient(learner(remat="full"), parts)
     assert_trees_close(one, two)
     assert one_sums.keys() == two_sums.keys()
     for name, value in one_sums.items():
@@ -140,7 +142,7 @@ def test_first_update_is_the_policy_gradient_and_its_ratios_are_one():
 
 def adamw(objective: Callable = POLICY_LOSS) -> Learner:
     """The optimizer of a run, whose state has moments and a count."""
-    return Learner(GRAPHDEF, policy_optimizer(UpdateConfig()), objective, temperature=TEMPERATURE, remat=False)
+    return Learner(GRAPHDEF, policy_optimizer(UpdateConfig()), objective, temperature=TEMPERATURE, remat="none")
 
 
 def poisoned(batch: TrainBatch, value: float) -> TrainBatch:
@@ -174,10 +176,24 @@ def test_later_updates_compile_nothing():
     whole, parts = pack(ready(0.1), [16], 32).batches[0], pack(ready(), [16], 32).batches
     placed = jax.device_put(fresh(), shardings(PARAMS, make_mesh(jax.devices(), 1, 1, 1)))  # as in a run
     state, _ = step.update(step.init(placed), [whole, whole])  # the warm-up
-    compiled = [step._logprobs._cache_size(), step._add._cache_size(), step._apply._cache_size()]
+    compiled = [step._logprobs._cache_size(), step._accumulate._cache_size(), step._apply._cache_size()]
     for batch in (*parts, poisoned(whole, np.nan)):  # new weights, new numbers, a skipped update
         state, _ = step.update(state, [batch, batch, whole])
-    assert [step._logprobs._cache_size(), step._add._cache_size(), step._apply._cache_size()] == compiled == [0, 1, 1]
+    sizes = [step._logprobs._cache_size(), step._accumulate._cache_size(), step._apply._cache_size()]
+    assert sizes == compiled == [0, 1, 1]
+
+
+def test_a_batch_must_divide_over_the_mesh():
+    step = learner()
+    step.row_multiple = 3
+    with pytest.raises(ConfigError, match="a batch of 4 rows does not divide over data × fsdp = 3 devices"):
+        step.logprobs(PARAMS, pack(rows(), [16], 64).batches[0])
+
+
+def test_moments_in_host_memory_need_such_memory(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(optim, "HOST_MEMORY", "no_such_kind")
+    with pytest.raises(ConfigError, match=r"offload_moments = true: the devices have no memory of kind no_such_kind"):
+        init_moments(policy_optimizer(UpdateConfig()), fresh(), offload=True)
 
 
 def test_supervised_loss_is_the_weighted_negative_log_likelihood():
@@ -187,10 +203,13 @@ def test_supervised_loss_is_the_weighted_negative_log_likelihood():
     assert float(sums["loss"]) == pytest.approx(expected, rel=1e-5)
 
 
-def test_moments_have_the_sharding_of_their_parameter_before_and_after_an_update(run_on_devices):
+@pytest.mark.medium
+def test_moments_keep_the_sharding_of_their_parameter_over_updates_and_restores(run_on_devices):
     source = """
-import jax, numpy as np
+import jax, numpy as np, tempfile
+from pathlib import Path
 from flax import nnx
+from empo2_jax.checkpoint import CheckpointStore
 from empo2_jax.config import UpdateConfig
 from empo2_jax.data.packing import pack
 from empo2_jax.data.rows import build_rows, token_weights
@@ -204,31 +223,53 @@ from empo2_jax.models.qwen2_config import Qwen2Config
 shape = Qwen2Config(vocab_size=96, hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=8,
                     intermediate_size=24, tie_embeddings=True)
 graphdef, params = nnx.split(Qwen2(shape, rngs=nnx.Rngs(0)))
-whole, params = params, jax.device_put(params, shardings(params, make_mesh(jax.devices(), 1, 2, 2)))
-learner = Learner(graphdef, policy_optimizer(UpdateConfig()), supervised_loss, temperature=1.0, remat=False)
+whole, optimizer = params, policy_optimizer(UpdateConfig())
+folder = Path(tempfile.mkdtemp())
 
-def check(state):
+def start(mesh, offload):
+    learner = Learner(graphdef, optimizer, supervised_loss, temperature=1.0, remat="none", mesh=mesh,
+                      offload_moments=offload)
+    return learner, learner.init(jax.device_put(jax.tree.map(jax.numpy.copy, whole), shardings(whole, mesh)))
+
+def check(state, offload):
     places = [leaf.sharding for leaf in jax.tree.leaves(state.params)]
     assert len({str(place.spec) for place in places}) > 2
     moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
     assert len(moments) == 2 * len(places)
     for leaf, place in zip(moments, places * 2, strict=True):
-        assert leaf.sharding.is_equivalent_to(place, leaf.ndim), (leaf.sharding, place)
+        assert leaf.sharding.spec == place.spec, (leaf.sharding, place)
+        assert leaf.sharding.memory_kind == ("pinned_host" if offload else "device"), leaf.sharding
+    assert {place.memory_kind for place in places} == {"device"}
     scalars = [leaf for leaf in jax.tree.leaves((state.opt_state, state.updates)) if not leaf.ndim]
     assert scalars and all(leaf.sharding.is_fully_replicated for leaf in scalars)
     assert all(len(leaf.sharding.device_set) == 4 for leaf in scalars)
 
-state = learner.init(params)
-check(state)
-before = [place.sharding for place in jax.tree.leaves(state.params)]
 rows = token_weights(build_rows([make_episode([[5, 6]])], [1.0]), "token-mean")
 (batch,) = pack(rows, [16], 64).batches
-alone = -float(np.sum(batch.token_weight * learner.logprobs(whole, batch)[0]))
-state, sums = learner.update(state, [batch])
-check(state)
-for leaf, place in zip(jax.tree.leaves(state.params), before, strict=True):
-    assert leaf.sharding.is_equivalent_to(place, leaf.ndim), (leaf.sharding, place)
-print(float(sums["loss"]), alone)
+alone, _ = start(make_mesh(jax.devices(), 1, 1, 1), False)
+print(-float(np.sum(batch.token_weight * alone.logprobs(whole, batch)[0])))
+
+for step, offload in enumerate((False, True)):
+    learner, state = start(make_mesh(jax.devices(), 1, 2, 2), offload)
+    check(state, offload)
+    before = [leaf.sharding for leaf in jax.tree.leaves(state)]
+    state, sums = learner.update(state, [batch])
+    print(float(sums["loss"]))
+    check(state, offload)
+    assert [leaf.sharding for leaf in jax.tree.leaves(state)] == before
+    store = CheckpointStore(folder, 9)
+    store.save(step, state=state, memory_dump=lambda _: None, novelty_dump=lambda _: None, cursor={})
+    learner, fresh = start(make_mesh(jax.devices(), 2, 1, 2), not offload)  # another mesh, moments elsewhere
+    before = [leaf.sharding for leaf in jax.tree.leaves(fresh)]
+    restored = type(fresh)(*store.restore(step, fresh)[0])
+    check(restored, not offload)
+    assert [leaf.sharding for leaf in jax.tree.leaves(restored)] == before
+    for one, other in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(one, other)
+    restored, sums = learner.update(restored, [batch])
+    check(restored, not offload)
+    print(float(sums["loss"]))
 """
-    sharded, alone = map(float, run_on_devices(4, source).split())
-    assert sharded == pytest.approx(alone, rel=1e-5)
+    alone, first, second, *others = map(float, run_on_devices(4, source).split())
+    assert first == pytest.approx(alone, rel=1e-5) and first > second  # the restored state went on
+    assert others == pytest.approx([first, second], rel=1e-5)

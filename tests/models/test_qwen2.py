@@ -1,5 +1,7 @@
 """Parity with transformers, and the identities that tie the packed forward pass to the cached one."""
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +10,9 @@ import torch
 import transformers
 from flax import nnx
 
+from empo2_jax.config import ModelConfig
 from empo2_jax.errors import ConfigError
-from empo2_jax.models.qwen2 import Qwen2, Qwen2Config, init_cache
+from empo2_jax.models.qwen2 import REMAT_POLICIES, Qwen2, Qwen2Config, init_cache
 
 BASE = {
     "vocab_size": 61,
@@ -103,7 +106,7 @@ def test_logits_and_gradients_equal_transformers(case: str) -> None:
     expected = output.detach().numpy()
 
     def loss(model: Qwen2) -> tuple[jax.Array, jax.Array]:
-        logits = model(*row_inputs(ids), remat=True) @ model.head.T
+        logits = model(*row_inputs(ids), remat="full") @ model.head.T
         return jnp.sum(logits * weights), logits
 
     grads, logits = nnx.jit(nnx.grad(loss, has_aux=True))(model)
@@ -166,9 +169,21 @@ def test_packed_segments_equal_separate_rows_and_padding_is_finite() -> None:
     assert np.isfinite(packed).all()
 
 
-def test_remat_changes_no_value() -> None:
+@pytest.mark.parametrize("remat", REMAT_POLICIES)
+def test_remat_changes_no_value_and_keeps_what_it_says(remat: str) -> None:
     model, ids = small_model(), tokens(2, 8)
-    np.testing.assert_array_equal(model(*row_inputs(ids)), model(*row_inputs(ids), remat=True))
+
+    def run(remat: str) -> tuple[jax.Array, int]:
+        output, backward = jax.vjp(lambda x: x(*row_inputs(ids), remat=remat), model)
+        return output, sum(leaf.nbytes for leaf in jax.tree.leaves(backward))
+
+    (plain, most), (output, kept), (_, least) = run("none"), run(remat), run("full")
+    np.testing.assert_array_equal(plain, output)
+    assert {"none": kept == most, "dots": least < kept < most, "full": kept == least}[remat]
+
+
+def test_remat_policies_are_those_of_the_configuration() -> None:
+    assert set(get_args(ModelConfig.model_fields["remat"].annotation)) == set(REMAT_POLICIES)
 
 
 @pytest.mark.parametrize("window", [None, 3])

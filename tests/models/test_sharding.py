@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from empo2_jax.errors import ConfigError
 from empo2_jax.models.qwen2 import Qwen2, Qwen2Config
-from empo2_jax.models.sharding import make_mesh, partition, shardings
+from empo2_jax.models.sharding import batch_shards, check_divides, make_mesh, partition, shardings
 
 FOUR_DEVICES = """
 import jax, jax.numpy as jnp, numpy as np
@@ -28,7 +28,7 @@ positions, segments = jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32), (4, 8)), 
 @jax.jit
 def loss(params):
     model = nnx.merge(graph, params)
-    return jnp.sum(jnp.sin(model(ids, positions, segments, remat=True) @ model.head.T))
+    return jnp.sum(jnp.sin(model(ids, positions, segments, remat="full") @ model.head.T))
 
 expected, gradients = jax.value_and_grad(loss)(params)
 mesh = make_mesh(jax.devices(), 1, 2, 2)
@@ -61,7 +61,7 @@ def wide_mesh(data: int, fsdp: int, tensor: int) -> jax.sharding.AbstractMesh:
     [
         (("heads", "embed"), PartitionSpec("tensor", "fsdp")),
         (("embed", "mlp"), PartitionSpec("fsdp", "tensor")),
-        (("vocab", "embed"), PartitionSpec("tensor", "fsdp")),
+        (("vocab", "hidden"), PartitionSpec(("fsdp", "tensor"), None)),
         (("norm", "embed"), PartitionSpec(None, "fsdp")),
         (("batch", "length"), PartitionSpec(("data", "fsdp"), None)),
     ],
@@ -86,9 +86,30 @@ def test_one_device_is_a_mesh_too() -> None:
     assert all(place.spec in (PartitionSpec(None), PartitionSpec(None, None)) for place in jax.tree.leaves(placed))
 
 
-def test_a_mesh_must_use_all_devices() -> None:
-    with pytest.raises(ConfigError, match="1 × 2 × 2 does not use 1 devices"):
+def test_a_mesh_needs_its_devices() -> None:
+    with pytest.raises(ConfigError, match=r"model\.mesh = \[1, 2, 2\] .* needs 4 devices; there are 1"):
         make_mesh(jax.devices()[:1], 1, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "tensor", "message"),
+    [
+        (1, 4, "2 key/value heads do not divide over tensor = 4; allowed: 1, 2"),
+        (1, 6, "4 attention heads do not divide over tensor = 6; allowed: 1, 2"),
+        (5, 1, "16 elements of the hidden states do not divide over fsdp = 5; allowed: 1, 2, 4"),
+        (16, 2, "48 tokens of the vocabulary do not divide over fsdp × tensor = 32; allowed: 1, 2, 3, 4, 6, 8, 12"),
+    ],
+)
+def test_a_mesh_that_does_not_divide_the_model_is_named_with_what_does(fsdp: int, tensor: int, message: str) -> None:
+    # The elements of the two key/value heads, 8, would divide over 4: the heads do not.
+    model = Qwen2Config(48, 16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4, intermediate_size=24)
+    check_divides(model, fsdp=2, tensor=2)
+    with pytest.raises(ConfigError, match=message):
+        check_divides(model, fsdp, tensor)
+
+
+def test_rows_of_a_batch_are_split_over_data_and_fsdp() -> None:
+    assert batch_shards(wide_mesh(2, 3, 5)) == 6
 
 
 def test_four_devices_compute_what_one_does() -> None:
