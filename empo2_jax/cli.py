@@ -7,6 +7,7 @@ import argparse
 import difflib
 import json
 import logging
+import math
 import os
 import shlex
 import signal
@@ -96,6 +97,14 @@ def build_parser() -> Parser:
         "--dry-run", action="store_true", help="print the resolved configuration and the plan; run nothing"
     )
 
+    planner = _command(commands, "plan", _plan, "whether a run fits a machine and what an update costs, without it")
+    _config_options(planner, "?")
+    planner.add_argument("--hardware", default="", metavar="NAME", help="accelerator, for example a100-40")
+    planner.add_argument("--devices", type=int, metavar="N", help="how many (default: those of model.mesh)")
+    planner.add_argument("--share", type=float, default=0.4, metavar="X", help="of the peak, reached (default: 0.4)")
+    planner.add_argument("--formula", action="store_true", help="temporaries by a formula, without the compiler")
+    planner.add_argument("--table", action="store_true", help="print docs/plan.md: every size on every accelerator")
+
     warmstart = _command(commands, "warmstart", _warmstart, "supervised start on transcripts of training variations")
     _config_options(warmstart)
     warmstart.add_argument("--out", type=Path, metavar="DIR", help="new model folder (default: <run directory>/start)")
@@ -150,10 +159,11 @@ def _run_options(parser: Parser) -> None:
     parser.add_argument("--step", type=int, metavar="N", help="checkpoint (default: the newest good one)")
 
 
-def _config_options(parser: Parser) -> None:
+def _config_options(parser: Parser, count: str | None = None) -> None:
     """CONFIG and one option per key of the configuration."""
     parser.usage = "%(prog)s CONFIG [--section.key VALUE ...] [option ...]"
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="TOML file; the options below override its keys")
+    text = "TOML file; the options below override its keys"
+    parser.add_argument("config", nargs=count, type=Path, metavar="CONFIG", help=text)
     for name, section in Config.model_fields.items():
         model: Any = section.annotation
         group = parser.add_argument_group(f"[{name}]", (model.__doc__ or "").splitlines()[0])
@@ -247,6 +257,24 @@ def plan(config: Config) -> list[str]:
         f"# evaluation: {evaluations} episodes on {config.evaluation.split} every {config.evaluation.every} iterations",
         f"# warm start: {config.warmstart.updates} updates",
     ]
+
+
+def _plan(options: argparse.Namespace) -> int:
+    with uninterrupted():
+        from empo2_jax import plan_text, planning
+    if options.table:
+        print(plan_text.table())
+        return 0
+    if options.config is None:
+        raise ConfigError("plan needs CONFIG (or --table)")
+    config = _load(options)
+    devices = options.devices if options.devices is not None else math.prod(config.model.mesh)
+    plan = planning.make_plan(config, options.hardware, devices, options.share)
+    if not options.formula:
+        planning.virtual_devices(plan.devices)
+        plan = planning.compiled(plan, config)
+    print("\n".join(plan_text.lines(plan, config)))
+    return 0 if plan.fits else 1
 
 
 def _warmstart(options: argparse.Namespace) -> int:

@@ -1,0 +1,53 @@
+"""What `empo2 plan` prints, and the committed table."""
+
+from pathlib import Path
+
+import pytest
+
+from empo2_jax.cli import main
+from empo2_jax.config import load_config
+from empo2_jax.plan_text import lines, table, table_config
+from empo2_jax.planning import make_plan
+
+ROOT = Path(__file__).parents[1]
+SEVEN = ROOT / "configs" / "scienceworld_qwen2.5_7b.toml"
+
+
+def test_the_committed_table_is_the_generated_one() -> None:
+    assert (ROOT / "docs" / "plan.md").read_text(encoding="utf-8") == table() + "\n"
+
+
+def test_the_table_plans_the_shipped_run() -> None:
+    config, row = load_config(SEVEN), table_config("7B")
+    for section in ("rollout", "algorithm", "memory"):
+        assert getattr(config, section) == getattr(row, section)
+    assert config.update.minibatch_steps == row.update.minibatch_steps
+    assert config.model.compute_dtype == row.model.compute_dtype
+
+
+def test_a_plan_that_fits_says_where_every_byte_goes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(SEVEN), "--hardware", "a100-40", "--devices", "8", "--formula"]) == 0
+    shown = capsys.readouterr().out
+    for part in (
+        "Qwen2.5-7B, 7,615,616,512 parameters, on 8 × a100-40 (37.25 GiB",
+        "arguments      10.642  f32 weights 3.55, moments 7.09, batch",
+        "gradients       3.547",
+        "upper estimate (a formula's)",
+        "all-reduce of activations (tensor)",
+        "32.7 s at 40% of the peak",
+    ):
+        assert part in shown
+    assert shown.endswith("\nfits\n")
+
+
+def test_a_plan_that_does_not_fit_says_what_would() -> None:
+    config = load_config(SEVEN, ["model.mesh=[1,1,1]"])
+    text = lines(make_plan(config, "a100-40", 4), config)
+    hints = text[text.index("DOES NOT FIT") + 1 :]
+    assert "  or: 8 devices with model.mesh = [1, 4, 2]" in hints
+    assert any(hint.startswith("  or: 4 × h200 with model.mesh = ") for hint in hints)
+
+
+def test_the_command_needs_a_configuration_or_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--hardware", "h100"]) == 2
+    assert "plan needs CONFIG (or --table)" in capsys.readouterr().err

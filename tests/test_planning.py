@@ -1,0 +1,167 @@
+"""Plans against hand-computed numbers and against the compiler's own account of the real update."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from empo2_jax.config import Config, load_config, parse_config
+from empo2_jax.errors import ConfigError
+from empo2_jax.hardware import HARDWARE
+from empo2_jax.models.qwen2_config import Qwen2Config
+from empo2_jax.models.qwen2_sizes import QWEN2_5
+from empo2_jax.planning import forward_flops, make_plan, plan_on, preset, shape_of, smallest, weight_bytes
+
+SEVEN = Path(__file__).parents[1] / "configs" / "scienceworld_qwen2.5_7b.toml"
+SMALL = Qwen2Config(
+    vocab_size=32, hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, intermediate_size=24
+)
+SMALL_RUN = {
+    "rollout": {"max_length": 8, "max_action_tokens": 1, "tasks_per_iteration": 2, "group_size": 4, "slots": 4},
+    "env": {"step_limit": 2},
+    "update": {"buckets": [8], "micro_batch_tokens": 32, "minibatch_steps": 8},
+    "memory": {"tip_max_tokens": 4},
+}
+
+COMPARE = """
+import dataclasses, json
+from empo2_jax.config import parse_config
+from empo2_jax.hardware import HARDWARE
+from empo2_jax.models.qwen2_config import Qwen2Config
+from empo2_jax.planning import compiled, lower_update, plan_on
+
+shape = Qwen2Config(vocab_size=2048, hidden_size=128, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=32,
+                    intermediate_size=256)
+config = parse_config({
+    "model": {"compute_dtype": "bfloat16"},
+    "rollout": {"max_length": 128}, "env": {"step_limit": 1},
+    "update": {"buckets": [128], "micro_batch_tokens": 512},
+})
+for mesh in MESHES:
+    plan = plan_on(config, "small", shape, HARDWARE["h200"], mesh)
+    adding, applying = (program.compile().memory_analysis() for program in lower_update(plan, config))
+    print(json.dumps({
+        "adding": adding.argument_size_in_bytes,
+        "applying": applying.argument_size_in_bytes,
+        "compiler": adding.temp_size_in_bytes,
+        "applying_compiler": applying.temp_size_in_bytes,
+        "shortened": compiled(plan, config).temporaries,
+        **{key: getattr(plan, key) for key in ("weights", "moments", "batch", "temporaries")},
+    }))
+"""
+
+
+def small(**changes: dict) -> Config:
+    return parse_config({**SMALL_RUN, **{key: {**SMALL_RUN.get(key, {}), **value} for key, value in changes.items()}})
+
+
+def test_weights_on_a_device_by_hand() -> None:
+    whole = 57 * 3584 + 28 * (3584 + 2 * 512)  # norms and biases: not split over fsdp
+    assert weight_bytes(QWEN2_5["7B"], 1, 1) == 4 * 7_615_616_512
+    assert weight_bytes(QWEN2_5["7B"], 8, 1) == 4 * ((7_615_616_512 - whole) // 8 + whole)
+    assert weight_bytes(QWEN2_5["7B"], 1, 4) == 4 * ((7_615_616_512 - 57 * 3584) // 4 + 57 * 3584)
+    assert 3 * weight_bytes(QWEN2_5["72B"], 8, 8) == pytest.approx(12 * 72_706_203_648 / 64, rel=2e-3)
+
+
+def test_arguments_and_temporaries_against_the_compiled_update(run_on_devices: Callable[[int, str], str]) -> None:
+    meshes = [(2, 2, 2)]
+    for line in run_on_devices(8, COMPARE.replace("MESHES", str(meshes))).splitlines():
+        found = json.loads(line)
+        arguments = found["weights"] + found["moments"] + found["batch"]
+        batch = found["adding"] - 2 * found["weights"]
+        assert batch == found["batch"] - 4 * 128, "without a reference, its log-probs are placed and not passed"
+        assert batch + found["applying"] - found["weights"] == pytest.approx(arguments, rel=1e-3)
+        assert 0 <= found["applying"] - 2 * found["weights"] - found["moments"] <= 16, "three scalars"
+        assert found["compiler"] <= found["temporaries"] <= 2 * found["compiler"]
+        assert found["applying_compiler"] <= 1.5 * found["weights"]
+        assert found["shortened"] == pytest.approx(found["compiler"], rel=0.02)
+
+
+def test_flops_of_a_forward_pass_by_hand() -> None:
+    layer = 2 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 24)  # q, o; k, v; gate, up, down
+    causal = 2 * 10 * 16  # scores and weighted sum over 10 / 2 keys on average
+    assert forward_flops(SMALL, 100, 10, 7) == 100 * 2 * (layer + causal) + 7 * 2 * 32 * 16
+
+
+def test_a_plan_by_hand() -> None:
+    plan = plan_on(small(), "small", SMALL, HARDWARE["h100"], (1, 2, 2))
+    assert (plan.rows, plan.length, plan.capacity) == (4, 8, 4)  # two rows, 16 tokens and 4 actions a shard
+    assert (plan.episodes, plan.updates, plan.micro_batches) == (8, 2, 1)
+    norms, biases = 5 * 16, 2 * (16 + 2 * 8)  # biases are split over tensor alone
+    assert plan.weights == 4 * (norms + biases // 2 + (SMALL.num_parameters - norms - biases) // 4)
+    assert plan.moments == 2 * plan.weights
+    assert plan.batch == 16 * (3 * 4 + 1 + 6 * 4 + 1)
+    assert plan.kv_token == 2 * 2 * 2 * 4 * 4 / 4  # keys and values, layers, heads, elements, f32, devices
+    assert plan.kv_tokens == 4 * (8 + 4 + 256)
+    matrices = 2 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 24) / 2
+    ends = 2 * (16 + 4) * 2 * 16 * 4
+    assert plan.traffic == {
+        "all-gather of weights (fsdp)": 2 * matrices * 4 / 2,
+        "reduce-scatter of gradients (fsdp)": matrices * 4 / 2,
+        "exchange at embedding and head (fsdp)": ends / 2,
+        "all-reduce of activations (tensor)": 6 * 2 * 16 * 16 * 4 + ends,
+    }
+    episode = forward_flops(SMALL, 8, 8, 2)
+    assert plan.model_flops == plan.padded_flops == 8 * episode * 4  # one ledger and an update, nothing is padding
+    compute = plan.padded_flops / (0.4 * 989e12 * 4)
+    assert plan.seconds == pytest.approx(compute + 2 * sum(plan.traffic.values()) / 450e9)
+    assert plan.peak == 4 * plan.weights + plan.moments + plan.batch + plan.temporaries
+
+
+def test_more_shards_than_rows_are_padding_and_a_reference_is_one_more_pass() -> None:
+    one = plan_on(small(), "small", SMALL, HARDWARE["h100"], (1, 1, 1))
+    wide = plan_on(small(), "small", SMALL, HARDWARE["h100"], (8, 1, 1))
+    assert wide.rows == 8 and wide.micro_batches == 1
+    assert wide.padded_flops == pytest.approx(one.padded_flops * 7 / 4)  # 3 parts of 4 are updates, twice the rows
+    kl = plan_on(small(algorithm={"kl_coefficient": 0.1}), "small", SMALL, HARDWARE["h100"], (1, 1, 1))
+    assert kl.model_flops == pytest.approx(one.model_flops * 5 / 4)
+
+
+def test_offloaded_moments_are_only_on_the_device_while_they_are_applied() -> None:
+    kept = make_plan(load_config(SEVEN), "a100-40", 8)
+    offloaded = make_plan(load_config(SEVEN, ["update.offload_moments=true"]), "a100-40", 8)
+    assert kept.peak - offloaded.peak == kept.moments
+    light = dataclasses.replace(offloaded, temporaries=0)
+    assert light.peak == 4 * light.weights + light.moments + light.weights * 3 // 2
+
+
+def test_the_shipped_7b_run_fits_the_papers_machine_on_the_mesh_of_the_preset() -> None:
+    config = load_config(SEVEN)
+    plan = make_plan(config, "a100-40", 8)
+    best = preset(config, *shape_of(config.model.path), plan.chip, 8)
+    assert plan.fits and best is not None and best.mesh == plan.mesh == (1, 4, 2)
+    assert plan.weights + plan.moments == pytest.approx(12 * 7_615_616_512 / 8, rel=1e-3)
+
+
+@pytest.mark.parametrize("size", list(QWEN2_5))
+def test_presets_divide_heads_and_vocabulary_and_fit(size: str) -> None:
+    config = load_config(SEVEN, ["model.mesh=[1,1,1]"])
+    for chip in (HARDWARE["h200"], HARDWARE["a100-80"]):
+        plan = smallest(config, size, QWEN2_5[size], chip)
+        assert plan is not None and plan.fits
+        fsdp, tensor = plan.mesh[1:]
+        assert QWEN2_5[size].num_kv_heads % tensor == 0 and QWEN2_5[size].vocab_size % (fsdp * tensor) == 0
+        half = preset(config, size, QWEN2_5[size], chip, plan.devices // 2) if plan.devices > 1 else None
+        assert half is None or not half.fits
+
+
+def test_a_local_folder_gives_the_shape(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL.to_hf()))
+    assert shape_of(str(tmp_path)) == (tmp_path.name, SMALL)
+
+
+@pytest.mark.parametrize(
+    ("override", "hardware", "devices", "message"),
+    [
+        ("model.mesh=[1,4,2]", "a100", 8, "hardware 'a100' is not known; the nearest known one is `a100-40`"),
+        ("model.mesh=[1,4,2]", "a100-40", 4, r"model.mesh = \[1, 4, 2\] needs 8 devices, --devices says 4"),
+        ("model.mesh=[1,1,8]", "a100-40", 8, "4 key/value heads do not divide over tensor = 8|28 attention heads"),
+        ("model.path='toy'", "a100-40", 8, "model.path = 'toy': plan needs no weights but a shape"),
+        ("model.mesh=[1,4,2]", "a100-40", 0, "--devices 0 --share 0.4: at least 1 device"),
+    ],
+)
+def test_each_mistake_is_one_clear_error(override: str, hardware: str, devices: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_plan(load_config(SEVEN, [override]), hardware, devices)
