@@ -16,7 +16,7 @@ from empo2_jax.rollout.jax_engine import JaxEngine
 
 LENGTH = 384
 TURNS = (
-    "You are in a kitchen. You see a stove, a sink and a door to the hallway. Your task is to boil water. What do you do?",
+    "You are in a kitchen. You see a stove, a sink and a door to the hallway. Your task is to boil water. What now?",
     "You move to the sink. The tap is off. In the sink is a metal pot.",
     "The pot is now filled with water. The stove is turned off.",
 )
