@@ -72,7 +72,7 @@ def load_policy(config: ModelConfig, folder: Path | None = None) -> Policy:
 
 
 def make_family(experiment: Config) -> EnvironmentFamily:
-    """The environment module that `env.name` names, with as many warm simulators as episodes run at once."""
+    """What `from_config` of the module that `env.name` names gives, with as many simulators as episodes at once."""
     config, panel = experiment.env, experiment.evaluation.variations
     name = config.name if "." in config.name else f"empo2_jax.envs.{config.name}"
     try:
@@ -83,21 +83,7 @@ def make_family(experiment: Config) -> EnvironmentFamily:
                 f"env.name = {config.name!r} needs the package {error.name!r}: install the extra envs"
             ) from None
         raise ConfigError(f"env.name = {config.name!r}: no such environment; toy and scienceworld are there") from None
-    if config.name == "toy":
-        return module.family(tasks=config.tasks, variations=config.train_variations)
-    return module.family(
-        tasks=config.tasks,
-        variations={
-            "train": config.train_variations,
-            "dev": panel,
-            "test": panel,
-        },
-        simplification=config.simplification,
-        deterministic=config.deterministic,
-        workers=experiment.rollout.slots,
-        step_timeout_s=config.step_timeout_s,
-        resolution=config.resolution,
-    )
+    return module.from_config(config, panel=panel, workers=experiment.rollout.slots)
 
 
 def make_embedder(experiment: Config) -> Embedder:

@@ -7,7 +7,6 @@ of the RL update. This is a start, not the paper's method.
 """
 
 import hashlib
-import importlib
 import json
 import shutil
 import tempfile
@@ -104,11 +103,9 @@ def make_start(config: Config, family: EnvironmentFamily, folder: Path) -> None:
         base = None
         if config.warmstart.init == "random":
             base = Path(place) / "policy"
-            if config.env.name != "toy":
-                raise ConfigError(
-                    f'warmstart.init = "random": only the toy world has a closed vocabulary, not {family.name}'
-                )
-            words = importlib.import_module("empo2_jax.envs.toy").vocabulary()
+            words = family.vocabulary()
+            if not words:
+                raise ConfigError(f'warmstart.init = "random" needs a world of few words; {family.name} is open')
             random_policy(config.warmstart, words, config.run.seed, base)
         policy = assembly.load_policy(config.model, base)
         before = None if base else _evaluate_untrained(config, policy, family)

@@ -36,13 +36,17 @@ class Environment(Protocol):
 
 @runtime_checkable
 class EnvironmentFamily(Protocol):
-    """What an environment module's `family(...)` gives for `[env]`: tasks, prompts, and shared environments."""
+    """What `from_config` of an environment module gives for `[env]`: tasks, prompts, and shared environments."""
 
     name: str
     max_score: float  # points of a perfect episode
 
     def tasks(self, split: str) -> list[Task]:
         """Tasks of "train", "dev" or "test" in a fixed order, as configured."""
+        ...
+
+    def vocabulary(self) -> list[str]:
+        """Every word of a world whose language is closed, in a fixed order; [] where it is open."""
         ...
 
     def make(self) -> Environment:

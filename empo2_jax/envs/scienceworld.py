@@ -7,6 +7,7 @@ the simulator raises `EnvError`; what the policy does wrong is an ordinary obser
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeVar
 
+from empo2_jax.config import EnvConfig
 from empo2_jax.envs import actions, scienceworld_text
 from empo2_jax.envs.pool import Pool
 from empo2_jax.envs.scienceworld_demos import Demonstrator
@@ -156,6 +157,10 @@ class ScienceWorldFamily:
             raise ConfigError(f"scienceworld: unknown split {split!r}; allowed: {', '.join(SPLITS)}")
         return list(self._tasks[split])
 
+    def vocabulary(self) -> list[str]:
+        """None: the language is open."""
+        return []
+
     def make(self) -> ScienceWorldEnvironment:
         """An environment; its simulator starts or is reused at the first reset."""
         return ScienceWorldEnvironment(self._pool, self._simplification, self._resolution)
@@ -226,6 +231,25 @@ def family(
     }
     pool = Pool(lambda: Jvm(flags, step_timeout_s), workers)
     return ScienceWorldFamily(by_split, simplification, pool, resolution)
+
+
+def from_config(config: EnvConfig, *, panel: int, workers: int) -> ScienceWorldFamily:
+    """The family that `[env]` describes.
+
+    Args:
+        config: The section.
+        panel: Variations of an evaluation.
+        workers: Episodes that run at once.
+    """
+    return family(
+        tasks=config.tasks,
+        variations={"train": config.train_variations, "dev": panel, "test": panel},
+        simplification=config.simplification,
+        deterministic=config.deterministic,
+        workers=workers,
+        step_timeout_s=config.step_timeout_s,
+        resolution=config.resolution,
+    )
 
 
 def _numbers(name: str, split: str, variations: Mapping[str, int | Sequence[int]]) -> list[int]:

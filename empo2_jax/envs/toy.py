@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from empo2_jax.config import EnvConfig
 from empo2_jax.errors import ConfigError, EnvError
 from empo2_jax.prompts import tip_entry, tips_block
 from empo2_jax.randomness import generator
@@ -116,6 +117,19 @@ class ToyFamily:
     def tasks(self, split: str) -> list[Task]:
         """The same houses for every split."""
         return [Task(self.name, "bulb", variation) for variation in self._variations]
+
+    def vocabulary(self) -> list[str]:
+        """Words and signs of the world, its prompts and its tips, in a fixed order."""
+        texts = [
+            tip_entry("the bulb is not in the lamp .", "look in the", 0.0),
+            tips_block(["x"]),
+            self.tip_request("", 0.0),
+            "light the lamp of the house . it is dark . the bulb is hidden . nothing happens . is empty . was in "
+            "stays on try the nothing",
+            " ".join([*PLACES, *ROOMS, *HOUSES]),
+            " ".join(str(number) for number in range(101)),
+        ]
+        return list(dict.fromkeys(re.findall(r"\w+|[^\w\s]", " ".join(texts).lower())))
 
     def make(self) -> ToyHouse:
         """A new house."""
@@ -255,16 +269,6 @@ def family(*, tasks: Sequence[str] = (), variations: int = len(HOUSES)) -> ToyFa
     return ToyFamily(range(variations))
 
 
-def vocabulary() -> list[str]:
-    """Every word and sign that the toy world, its prompts and its tips use, in a fixed order."""
-    prompts = ToyFamily(range(1))
-    texts = [
-        tip_entry("the bulb is not in the lamp .", "look in the", 0.0),
-        tips_block(["x"]),
-        prompts.tip_request("", 0.0),
-        "light the lamp of the house . it is dark . the bulb is hidden . nothing happens . is empty . was in stays on",
-        "try the nothing",
-        " ".join([*PLACES, *ROOMS, *HOUSES]),
-        " ".join(str(number) for number in range(101)),
-    ]
-    return list(dict.fromkeys(re.findall(r"\w+|[^\w\s]", " ".join(texts).lower())))
+def from_config(config: EnvConfig, *, panel: int, workers: int) -> ToyFamily:
+    """The family that `[env]` describes; `panel` and `workers` do not matter: the houses are few and cost nothing."""
+    return family(tasks=config.tasks, variations=config.train_variations)
