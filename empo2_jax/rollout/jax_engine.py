@@ -205,7 +205,7 @@ class JaxEngine:
                 sampling.banned_from[slot] = wanted.banned_from
             sampling.stop_ids[slot, : len(wanted.stop_ids)] = wanted.stop_ids
             sampling.limits[slot] = min(wanted.max_tokens, self.max_length - lengths[slot])
-        width = _width(int((lengths + sampling.limits).max()), self.max_length)
+        width = _width(int(np.max(lengths + sampling.limits)), self.max_length)
         self._cache, ids, logprobs, counts = _decode(
             self._graphdef, self._params, self._cache, self._hidden, lengths, sampling, width=width
         )
