@@ -16,15 +16,19 @@ HOST_MEMORY = "pinned_host"
 
 
 def policy_rate(config: UpdateConfig) -> optax.Schedule:
-    """Learning rate of the update after so many others: constant after a linear warm-up (paper: 1e-6)."""
-    if config.warmup_updates:
-        return optax.linear_schedule(0.0, config.learning_rate, config.warmup_updates)
+    """Learning rate of the update after so many others: constant after a linear warm-up (paper: 1e-6).
+
+    Update k of a warm-up over W has k/W of the rate, so that the first one moves too.
+    """
+    if config.warmup_updates > 1:
+        rate, count = config.learning_rate, config.warmup_updates
+        return optax.linear_schedule(rate / count, rate, count - 1)
     return optax.constant_schedule(config.learning_rate)
 
 
 def policy_optimizer(config: UpdateConfig) -> Optimizer:
     """AdamW at `policy_rate` with a clipped gradient (paper: weight decay 0.01, norm 1.0)."""
-    rate = policy_rate(config) if config.warmup_updates else config.learning_rate  # a constant keeps no count
+    rate = policy_rate(config) if config.warmup_updates > 1 else config.learning_rate  # a constant keeps no count
     return optax.chain(
         optax.clip_by_global_norm(config.max_grad_norm),
         optax.adamw(rate, b1=config.beta1, b2=config.beta2, weight_decay=config.weight_decay),

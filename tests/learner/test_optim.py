@@ -6,7 +6,7 @@ from empo2_jax.config import UpdateConfig
 from empo2_jax.learner.optim import policy_rate
 
 
-@pytest.mark.parametrize(("warmup", "rates"), [(0, [2e-6] * 4), (2, [0.0, 1e-6, 2e-6, 2e-6])])
+@pytest.mark.parametrize(("warmup", "rates"), [(0, [2e-6] * 4), (1, [2e-6] * 4), (4, [5e-7, 1e-6, 1.5e-6, 2e-6])])
 def test_rate_is_constant_after_a_linear_warm_up(warmup: int, rates: list[float]) -> None:
     rate = policy_rate(UpdateConfig(learning_rate=2e-6, warmup_updates=warmup))
     assert [float(rate(updates)) for updates in range(4)] == pytest.approx(rates)
