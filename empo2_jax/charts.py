@@ -30,13 +30,15 @@ def line_chart(title: str, series: Mapping[str, Points], x_label: str = "iterati
         return ""
     every = [point for points in finite.values() for point in points]
     xs = _span([x for x, _ in every])
+    counted = all(float(x).is_integer() for x, _ in every)  # iterations: no tick between them
+    x_ticks = [x for x in ticks(*xs) if xs[0] <= x <= xs[1] and (x.is_integer() or not counted)]
     y_ticks = ticks(*_span([y for _, y in every]))
     ys = (y_ticks[0], y_ticks[-1])
     name = escape(title, quote=True)
     parts = [
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT + 22 * math.ceil(len(finite) / 3)}" role="img" aria-label="{name}">',
         f"<title>{name}</title>",
-        *_grid(xs, ys, y_ticks, escape(x_label)),
+        *_grid(xs, ys, x_ticks, y_ticks, escape(x_label)),
     ]
     for number, (label, points) in enumerate(finite.items()):
         parts += _line(number, label, [(_place_x(x, xs), _place_y(y, ys)) for x, y in points])
@@ -75,18 +77,17 @@ def _place_y(y: float, span: tuple[float, float]) -> float:
     return HEIGHT - BOTTOM - (y - span[0]) / (span[1] - span[0]) * (HEIGHT - TOP - BOTTOM)
 
 
-def _grid(xs: tuple[float, float], ys: tuple[float, float], y_ticks: list[float], x_label: str) -> list[str]:
+def _grid(
+    xs: tuple[float, float], ys: tuple[float, float], x_ticks: list[float], y_ticks: list[float], x_label: str
+) -> list[str]:
     parts = []
     for value in y_ticks:
         y = _place_y(value, ys)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number_text(value)}</text>')
-    for value in ticks(*xs):
-        if xs[0] <= value <= xs[1]:
-            x = _place_x(value, xs)
-            parts.append(
-                f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{number_text(value)}</text>'
-            )
+    for value in x_ticks:
+        x, y = _place_x(value, xs), HEIGHT - BOTTOM + 16
+        parts.append(f'<text x="{x:.1f}" y="{y}" text-anchor="middle">{number_text(value)}</text>')
     middle = (LEFT + WIDTH - RIGHT) / 2
     parts.append(f'<text x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">{x_label}</text>')
     return parts

@@ -15,3 +15,8 @@ def test_every_finite_curve_can_be_drawn(values: list[float]) -> None:
 
 def test_tiny_ticks_are_distinct_and_enclose_the_values() -> None:
     assert ticks(1e-13, 3e-13) == pytest.approx([1e-13, 1.5e-13, 2e-13, 2.5e-13, 3e-13])
+
+
+def test_iterations_have_no_ticks_between_them() -> None:
+    assert ">1.5<" not in line_chart("score", {"a": [(1.0, 0.0), (2.0, 4.0), (3.0, 8.0)]}, "iteration")
+    assert ">1.5<" in line_chart("score", {"a": [(1.0, 0.0), (2.2, 4.0), (3.0, 8.0)]}, "minutes")
