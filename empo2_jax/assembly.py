@@ -86,9 +86,13 @@ def make_family(experiment: Config) -> EnvironmentFamily:
     return module.from_config(config, panel=panel, workers=experiment.rollout.slots)
 
 
-def make_embedder(experiment: Config) -> Embedder:
-    """The embedder that `memory.embedder` names; nothing is loaded where neither tips nor novelty need it."""
-    unused = experiment.algorithm.p_memory == 0 and experiment.intrinsic.kind == "none"
+def make_embedder(experiment: Config, tips: bool | None = None) -> Embedder:
+    """The embedder that `memory.embedder` names; nothing is loaded where neither tips nor novelty need it.
+
+    `tips` tells whether there are tips (None: as the algorithm says).
+    """
+    with_tips = experiment.algorithm.p_memory > 0 if tips is None else tips
+    unused = not with_tips and experiment.intrinsic.kind == "none"
     if unused or experiment.memory.embedder == "hashing":
         return importlib.import_module("empo2_jax.memory.hashing_embedder").HashingEmbedder(384)
     return importlib.import_module("empo2_jax.memory.minilm_embedder").MiniLMEmbedder(assets.minilm())

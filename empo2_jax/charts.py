@@ -31,7 +31,7 @@ def line_chart(title: str, series: Mapping[str, Points], x_label: str = "iterati
     every = [point for points in finite.values() for point in points]
     xs = _span([x for x, _ in every])
     counted = all(float(x).is_integer() for x, _ in every)  # iterations: no tick between them
-    x_ticks = [x for x in ticks(*xs) if xs[0] <= x <= xs[1] and (x.is_integer() or not counted)]
+    x_ticks = [x for x in ticks(*xs) if xs[0] <= x <= xs[1] and (float(x).is_integer() or not counted)]
     y_ticks = ticks(*_span([y for _, y in every]))
     ys = (y_ticks[0], y_ticks[-1])
     name = escape(title, quote=True)

@@ -13,7 +13,6 @@ import shlex
 import signal
 import sys
 import threading
-from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -113,6 +112,13 @@ def build_parser() -> Parser:
     _run_options(evaluate)
     evaluate.add_argument("--split", choices=("train", "dev", "test"), help="(default: as configured)")
     evaluate.add_argument("--repeats", type=int, metavar="N", help="episodes per variation (default: as configured)")
+
+    adapt = _command(commands, "adapt", _adapt, "test-time adaptation: weights fixed, tips from test episodes")
+    _run_options(adapt)
+    adapt.add_argument("--trials", type=int, default=10, metavar="K", help="episodes per variation (default: 10)")
+    adapt.add_argument("--split", choices=("train", "dev", "test"), help="(default: as configured)")
+    adapt.add_argument("--tasks", default="", metavar="A,B", help="of the environment (default: as configured)")
+    adapt.add_argument("--keep-memory", action="store_true", help="begin with the run's tips instead of none")
 
     memory = _command(commands, "memory", None, "the tips of a run").add_subparsers(required=True, metavar="COMMAND")
     inspect = _command(memory, "inspect", _memory_inspect, "list tips, best first")
@@ -221,42 +227,15 @@ def _unknown_option(option: str, parser: Parser) -> str:
 def _train(options: argparse.Namespace) -> int:
     config = _load(options)
     if options.dry_run:
-        print(dump_toml(config))
-        print("\n".join(plan(config)))
+        with uninterrupted():
+            from empo2_jax.dry_run import lines
+        print("\n".join([dump_toml(config), *lines(config)]))
         return 0
     with uninterrupted():
         from empo2_jax import trainer
     run_dir = trainer.run(config, resume=options.resume, command=["empo2", *options.arguments])
     print(f"report: {run_dir / 'report.html'}")
     return 0
-
-
-def plan(config: Config) -> list[str]:
-    """What a run would do, line by line; checks that the environment knows the tasks."""
-    with uninterrupted():
-        from empo2_jax import assembly
-    family = assembly.make_family(config)
-    try:
-        train, panel = family.tasks("train"), family.tasks(config.evaluation.split)
-    finally:
-        family.close()
-    rollout, algorithm = config.rollout, config.algorithm
-    episodes = rollout.tasks_per_iteration * rollout.group_size
-    off = algorithm.p_memory * algorithm.q_off_policy
-    sizes = Counter(task.name for task in panel).values()
-    evaluations = config.evaluation.repeats * sum(min(size, config.evaluation.variations) for size in sizes)
-    return [
-        f"# plan: {config.run.iterations} iterations in {config.run_dir}",
-        f"# tasks: {len({task.name for task in train})} ({len(train)} training variations) of {family.name}",
-        f"# episodes: {rollout.tasks_per_iteration} tasks × {rollout.group_size} = {episodes} per iteration, "
-        f"{episodes * config.run.iterations} in all",
-        f"# steps: at most {config.env.step_limit} per episode, {episodes * config.env.step_limit} per iteration, "
-        f"{episodes * config.env.step_limit * config.run.iterations} in all",
-        f"# modes: {1 - algorithm.p_memory:.3f} on-policy, {algorithm.p_memory - off:.3f} on-policy with memory, "
-        f"{off:.3f} off-policy",
-        f"# evaluation: {evaluations} episodes on {config.evaluation.split} every {config.evaluation.every} iterations",
-        f"# warm start: {config.warmstart.updates} updates",
-    ]
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -295,19 +274,22 @@ def _evaluate(options: argparse.Namespace) -> int:
     if options.repeats is not None and options.repeats < 1:
         raise ConfigError(f"--repeats {options.repeats}: at least 1 is allowed")
     with uninterrupted():
+        from empo2_jax.panel_text import print_panel
         from empo2_jax.trained import evaluate_run
     record = evaluate_run(options.run, options.split, options.repeats, options.step)
-    table = Table("task", "variation", "score", "success", title=f"{record['split']}, checkpoint {record['iteration']}")
-    for row in record["rows"]:
-        mean = sum(row["scores"]) / len(row["scores"])
-        table.add_row(row["task"], str(row["variation"]), f"{mean:.1f}", f"{row['success']:.2f}")
-    Console().print(table)
-    numbers = {key: record[key] for key in ("score", "success", "valid_actions", "complete")}
-    print(
-        " · ".join(
-            f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}" for key, value in numbers.items()
-        )
-    )
+    print_panel(record)
+    return 0
+
+
+def _adapt(options: argparse.Namespace) -> int:
+    if options.trials < 1:
+        raise ConfigError(f"--trials {options.trials}: at least 1 is allowed")
+    with uninterrupted():
+        from empo2_jax.panel_text import print_adaptation
+        from empo2_jax.trained import adapt_run
+    tasks = [name.strip() for name in options.tasks.split(",") if name.strip()]
+    choice = {"split": options.split, "tasks": tasks, "keep_memory": options.keep_memory, "step": options.step}
+    print_adaptation(adapt_run(options.run, options.trials, **choice))
     return 0
 
 

@@ -81,7 +81,9 @@ class RolloutConfig(Section):
 class AlgorithmConfig(Section):
     """What is learned from the episodes (paper sections 4.1 and 4.2)."""
 
-    name: Literal["empo2", "grpo"] = Field("empo2", description="algorithm; grpo is empo2 with p_memory 0, no novelty")
+    name: Literal["empo2", "grpo", "gigpo"] = Field(
+        "empo2", description="grpo: empo2 with p_memory 0 and no novelty; gigpo: grpo with step advantages"
+    )
     p_memory: Probability = Field(0.25, description="p: probability that an episode acts with tips")
     q_off_policy: Probability = Field(2 / 3, description="q: given tips, probability of learning without them")
     mode_scope: Literal["iteration", "group", "episode"] = Field("episode", description="what one draw of p, q covers")
@@ -104,6 +106,11 @@ class AlgorithmConfig(Section):
     entropy_coefficient: NonNegative = Field(0.0, description="c_H: bonus per nat of entropy")
     advantage_baseline: Literal["group", "mode"] = Field("group", description="members a return is compared with")
     advantage_std_floor: NonNegative = Field(5.0, description="least standard deviation to divide by, points")
+    advantage_normalization: Literal["std", "none"] = Field(
+        "std", description="none: less the mean only, in points (both terms of gigpo)"
+    )
+    step_weight: NonNegative = Field(1.0, description="gigpo: w, weight of the step advantage")
+    step_discount: Probability = Field(0.95, description="gigpo: γ per step of the return that steps are compared by")
     rollout_correction: Literal["auto", "on", "off"] = Field(
         "auto", description="truncated importance weight engine→trainer; auto = on unless the engine is in-process"
     )
@@ -226,8 +233,9 @@ class Config(Section):
                 f"update.micro_batch_tokens = {self.update.micro_batch_tokens} has no row of the largest bucket for "
                 f"each of data × fsdp = {shards} shards; at least {shards * self.update.buckets[-1]} is allowed"
             )
-        if self.algorithm.name == "grpo" and (self.algorithm.p_memory > 0 or self.intrinsic.kind != "none"):
-            raise ValueError('algorithm.name = "grpo" needs algorithm.p_memory = 0 and intrinsic.kind = "none"')
+        name = self.algorithm.name
+        if name != "empo2" and (self.algorithm.p_memory > 0 or self.intrinsic.kind != "none"):
+            raise ValueError(f'algorithm.name = "{name}" needs algorithm.p_memory = 0 and intrinsic.kind = "none"')
         if (
             self.warmstart.hidden_size % self.warmstart.num_heads
             or self.warmstart.num_heads % self.warmstart.num_kv_heads

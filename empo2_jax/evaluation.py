@@ -15,7 +15,7 @@ from empo2_jax.config import EvaluationConfig
 from empo2_jax.envs.base import EnvironmentFamily
 from empo2_jax.errors import EnvError
 from empo2_jax.rollout.collect import Assignment, Collector
-from empo2_jax.types import Episode
+from empo2_jax.types import Episode, Task
 
 PANEL_SEED = 0  # the same draws in every run: a panel compares weights, not luck
 
@@ -45,22 +45,31 @@ class Panel:
         }
 
 
-def evaluate(collector: Collector, family: EnvironmentFamily, config: EvaluationConfig) -> Panel:
-    """Run the panel of `config` with the engine's current weights; raises `EnvError` when every episode failed."""
-    first: dict[str, list[Any]] = defaultdict(list)
+def panel_tasks(family: EnvironmentFamily, config: EvaluationConfig) -> list[Task]:
+    """The first `config.variations` variations of every task of the split."""
+    first: dict[str, list[Task]] = defaultdict(list)
     for task in family.tasks(config.split):
         if len(first[task.name]) < config.variations:
             first[task.name].append(task)
+    return [task for tasks in first.values() for task in tasks]
+
+
+def evaluate(collector: Collector, family: EnvironmentFamily, config: EvaluationConfig) -> Panel:
+    """Run the panel of `config` with the engine's current weights; raises `EnvError` when every episode failed."""
     assignments = [
         Assignment(f"panel/{task}/r{repeat}", task, seed=PANEL_SEED)
-        for tasks in first.values()
-        for task in tasks
+        for task in panel_tasks(family, config)
         for repeat in range(config.repeats)
     ]
-    panel = summarize(collector.collect(assignments, temperature=config.temperature))
-    if not any(episode.stop_reason.valid for episode in panel.episodes):
-        raise EnvError(f"evaluation: all {len(panel.episodes)} episodes failed: {panel.episodes[0].error}")
-    return panel
+    episodes = collector.collect(assignments, temperature=config.temperature)
+    refuse_total_failure(episodes, "evaluation")
+    return summarize(episodes)
+
+
+def refuse_total_failure(episodes: Sequence[Episode], what: str) -> None:
+    """Raise `EnvError` when no episode is valid."""
+    if not any(episode.stop_reason.valid for episode in episodes):
+        raise EnvError(f"{what}: all {len(episodes)} episodes failed: {episodes[0].error}")
 
 
 def summarize(episodes: Sequence[Episode]) -> Panel:

@@ -21,6 +21,7 @@ from empo2_jax.types import Episode, Step
 
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
+ADAPTATIONS_FILE = "adaptations.jsonl"  # test-time adaptation sees test rewards: never among the evaluations
 EPISODES_FOLDER = "episodes"
 TENSORBOARD_FOLDER = "tensorboard"
 TIMED_PREFIXES = ("timing_s/", "perf/")  # values that differ between two runs of one seed

@@ -1,7 +1,8 @@
 """`report.html`: one self-contained page about one run, made from the files in its directory and nothing else.
 
 Reads `metrics.jsonl` and, where they exist, `config.toml`, `run.json` (command, versions), `start/losses.json`,
-`evaluations.jsonl` and `episodes/*.jsonl`. The page needs no network; text from a run is never markup.
+`evaluations.jsonl`, `adaptations.jsonl` and `episodes/*.jsonl`. The page needs no network; text from a run is never
+markup.
 """
 
 import json
@@ -22,7 +23,15 @@ import jinja2
 
 from empo2_jax.charts import line_chart, number_text
 from empo2_jax.errors import DataError
-from empo2_jax.metrics import EPISODES_FOLDER, EVALUATIONS_FILE, Record, read_jsonl, read_metrics, write_atomically
+from empo2_jax.metrics import (
+    ADAPTATIONS_FILE,
+    EPISODES_FOLDER,
+    EVALUATIONS_FILE,
+    Record,
+    read_jsonl,
+    read_metrics,
+    write_atomically,
+)
 
 CONFIG_FILE, FACTS_FILE, REPORT_FILE = "config.toml", "run.json", "report.html"
 LOSSES_FILE = "start/losses.json"  # of the warm start
@@ -42,7 +51,7 @@ CHARTS: tuple[tuple[str, str, str, str], ...] = (
         "Learning",
         "Groups",
         r"(group/.+|episode/invalid)",
-        "Shares: equal returns, phantom advantages, failed episodes.",
+        "Shares: equal returns, phantom advantages, steps in states that others began in, failed episodes.",
     ),
     ("Modes", "Mode mix", r"empo2/(on|on_memory|off)/share", "How episodes act and learn; shares."),
     ("Modes", "Reward by mode", r"empo2/(on|on_memory|off)/reward", "Mean return of the episodes of a mode."),
@@ -85,7 +94,7 @@ def write_report(run_dir: Path) -> Path:
     """
     metrics = read_metrics(run_dir)
     evaluations = _optional_lines(run_dir / EVALUATIONS_FILE)
-    charts = [*_charts(metrics, evaluations)]
+    charts = _charts(metrics, evaluations) + _adaptations(_optional_lines(run_dir / ADAPTATIONS_FILE))
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("empo2_jax", "."),
         autoescape=True,
@@ -142,6 +151,20 @@ def _charts(metrics: Sequence[Record], evaluations: Sequence[Record]) -> list[Ch
         "Cost", "Score against wall time", "Points; minutes since the start.", {"episode": by_time}, "minutes"
     )
     return [*charts, cost] if cost else charts
+
+
+def _adaptations(records: Sequence[Record]) -> list[Chart]:
+    """A chart per adaptation in the section that its label names; the newest six."""
+    charts = []
+    for line in records[-6:]:
+        curves = {"this trial": line["score"], "best so far": line["best_score"]}
+        series = {name: [(float(n), y) for n, y in enumerate(values, 1)] for name, values in curves.items()}
+        where = f"{', '.join(dict.fromkeys(row['task'] for row in line['rows']))} ({line['split']})"
+        title = f"Checkpoint {line['iteration']}: {where}"
+        note = f"Points; weights fixed, {line['memory']} memory at the start, tips after each trial."
+        chart = _chart(line["label"], title, note, series, "trial")
+        charts += [chart] if chart else []
+    return charts
 
 
 def _series(pattern: str, records: Sequence[Record]) -> dict[str, list[tuple[float, float]]]:

@@ -1,6 +1,7 @@
-"""A run opened again: its trained policy is evaluated or exported, its tips are listed. Nothing is trained here."""
+"""A run opened again: its policy is evaluated, adapted by memory or exported, its tips listed. Nothing is trained."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +9,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from empo2_jax import assembly
+from empo2_jax import adaptation, assembly
 from empo2_jax.checkpoint import CheckpointStore
 from empo2_jax.config import Config, load_config
+from empo2_jax.envs.base import EnvironmentFamily
 from empo2_jax.errors import CheckpointError, DataError
-from empo2_jax.evaluation import evaluate
+from empo2_jax.evaluation import evaluate, panel_tasks
 from empo2_jax.learner.step import LearnerState
-from empo2_jax.metrics import read_jsonl
+from empo2_jax.metrics import ADAPTATIONS_FILE, JsonLines, read_jsonl
 from empo2_jax.models.hf_weights import save_model
+from empo2_jax.progress import note
+from empo2_jax.report import write_report
+from empo2_jax.rollout.collect import Collector
 
 TIPS_FILE = "tips.jsonl"  # of the memory's dump: a header line, then one tip a line
 
@@ -62,13 +67,70 @@ def evaluate_run(
     """
     config = run_config(run_dir)
     changes = {name: value for name, value in (("split", split), ("repeats", repeats)) if value is not None}
-    panel = config.evaluation.model_copy(update=changes)
+    config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update=changes)})
     policy, chosen = load_trained(run_dir, step)
-    family = assembly.make_family(config.model_copy(update={"evaluation": panel}))
+    with _collector(config, policy) as (collector, family):
+        panel = evaluate(collector, family, config.evaluation)
+    return panel.record("evaluate", chosen, config.evaluation.split)
+
+
+def adapt_run(
+    run_dir: Path,
+    trials: int,
+    *,
+    split: str | None = None,
+    tasks: Sequence[str] = (),
+    keep_memory: bool = False,
+    step: int | None = None,
+) -> dict[str, Any]:
+    """Test-time adaptation of a run's checkpoint; appends the record to adaptations.jsonl and renews the report.
+
+    Args:
+        run_dir: The run; its checkpoints, its memory and its evaluations stay as they are.
+        trials: Episodes per variation, one after another.
+        split: "train", "dev" or "test"; None as configured.
+        tasks: Names of tasks, other ones than those trained on if wanted; none: as configured.
+        keep_memory: Begin with a copy of the checkpoint's tips instead of an empty memory.
+        step: Checkpoint; None for the newest good one.
+    """
+    config = run_config(run_dir)
+    changes: dict[str, Any] = {"evaluation": config.evaluation.model_copy(update={"split": split})} if split else {}
+    if tasks:
+        changes["env"] = config.env.model_copy(update={"tasks": tuple(tasks)})
+    config = config.model_copy(update=changes)
+    policy, chosen = load_trained(run_dir, step)
+    memory = assembly.make_memory(config.memory, assembly.make_embedder(config, tips=True))
+    if keep_memory:
+        memory.load(run_dir / "checkpoints" / str(chosen) / "memory")
+    done = []
+    with _collector(config, policy) as (collector, family):
+        for trial in adaptation.adapt(
+            collector,
+            panel_tasks(family, config.evaluation),
+            memory,
+            assembly.make_writer(config, policy, family),
+            trials=trials,
+            temperature=config.evaluation.temperature,
+            scope=config.memory.scope,
+        ):
+            done.append(trial)
+            note(f"trial {len(done)}/{trials} · score {trial.now.score:.1f} · best so far {trial.best.score:.1f}")
+    began = "run" if keep_memory else "empty"
+    record = adaptation.record(done, iteration=chosen, split=config.evaluation.split, memory=began)
+    log = JsonLines(run_dir / ADAPTATIONS_FILE)
+    log.append(record)
+    log.close()
+    write_report(run_dir)
+    return record
+
+
+@contextmanager
+def _collector(config: Config, policy: assembly.Policy) -> Generator[tuple[Collector, EnvironmentFamily], None, None]:
+    family = assembly.make_family(config)
     try:
         collector = assembly.make_collector(config, policy, assembly.make_engine(config, policy), family)
         try:
-            return evaluate(collector, family, panel).record("evaluate", chosen, panel.split)
+            yield collector, family
         finally:
             collector.close()
     finally:

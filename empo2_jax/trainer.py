@@ -19,7 +19,7 @@ from flax import nnx
 
 from empo2_jax import assembly, warmstart
 from empo2_jax.alarms import count_skipped, refuse_many_failures, warn
-from empo2_jax.algorithms.base import group_metrics, valid_episodes
+from empo2_jax.algorithms.base import StepAdvantages, group_metrics, valid_episodes
 from empo2_jax.checkpoint import CheckpointStore, RunLock, check_same_run
 from empo2_jax.config import Config, dump_toml, load_config
 from empo2_jax.data.packing import pack
@@ -30,14 +30,13 @@ from empo2_jax.learner.ledgers import fill, scorer
 from empo2_jax.learner.optim import policy_optimizer, policy_rate
 from empo2_jax.learner.step import Learner, LearnerState
 from empo2_jax.memory.novelty import PendingVisits, novelty_key
-from empo2_jax.memory.tips import buffer_key, make_tip_entries
 from empo2_jax.metrics import EpisodeLog, JsonLines, MetricsLog, Stopwatch, TensorBoardSink, write_atomically
 from empo2_jax.ops.losses import finalize_metrics, policy_loss
 from empo2_jax.progress import RunProgress, note
 from empo2_jax.randomness import generator
 from empo2_jax.report import record_command, write_report
 from empo2_jax.rollout.collect import Assignment
-from empo2_jax.types import Episode, EpisodeGroup, Row, Task, Tip
+from empo2_jax.types import Episode, EpisodeGroup, Row, Task
 
 CONFIG_FILE = "config.toml"
 
@@ -199,7 +198,7 @@ class Trainer:
         metrics = group_metrics(groups) | self._traffic(groups)
         metrics |= self.update(episodes, self.algorithm.advantages(groups, self.config.algorithm))
         clock.lap("update")
-        self.memory.commit(self.tips(episodes))
+        self.memory.commit(self.memory.entries(episodes, self.config.memory.scope, self.iteration))
         self.novelty.commit(pending)
         clock.lap("memory")
         self.iteration += 1
@@ -254,7 +253,7 @@ class Trainer:
 
         return [replace(group, episodes=tuple(map(reward, group.episodes))) for group in groups], pending
 
-    def update(self, episodes: Sequence[Episode], advantages: Sequence[float]) -> dict[str, float]:
+    def update(self, episodes: Sequence[Episode], advantages: Sequence[StepAdvantages]) -> dict[str, float]:
         """Rows, ledgers, mini-batches, optimizer steps; the metrics of all of them.
 
         `actor/updates` counts the optimizer steps, `actor/skipped_updates` those left out because nothing finite was to
@@ -309,16 +308,6 @@ class Trainer:
         if algorithm.mask_unit == "row":
             weighted = drop_unlikely_steps(weighted, algorithm.mask_sign)
         return pack(weighted, update.buckets, update.micro_batch_tokens, self.learner.row_multiple).batches
-
-    def tips(self, episodes: Sequence[Episode]) -> list[Tip]:
-        """Memory entries of the iteration in episode order."""
-        entries: list[Tip] = []
-        for episode in episodes:
-            if episode.tip and episode.steps:
-                vectors = self.memory.embed([step.memory_key for step in episode.steps])
-                buffer = buffer_key(episode.task, self.config.memory.scope)
-                entries += make_tip_entries(episode, episode.tip, vectors, buffer=buffer, iteration=self.iteration)
-        return entries
 
     def evaluate(self, label: str) -> dict[str, float]:
         """Run the panel with the current weights and append it to evaluations.jsonl."""

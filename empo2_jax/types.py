@@ -96,6 +96,7 @@ class Step:
     resolution: str  # how: exact, engine, similar, invalid
     reward: float  # score points
     state: str  # text of the state reached (observation and inventory), for novelty
+    anchor: str = ""  # text of the state before the action: steps of a group with the same one are comparable
     memory_key: str = ""  # text whose embedding finds tips before the action and keys the entry written after it
     tips: tuple[str, ...] = ()  # contents of the tips in the newest block
     tip_scores: tuple[float, ...] = ()
@@ -107,6 +108,11 @@ class Step:
     def valid(self) -> bool:
         """Whether the text was an action that the environment accepted."""
         return self.resolution != "invalid"
+
+    @property
+    def acted_with_tips(self) -> bool:
+        """Whether any tip stood in the prompt, of this turn or an earlier one."""
+        return not np.array_equal(self.prompt_ids, self.bare_prompt_ids)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from empo2_jax.algorithms import empo2
+from empo2_jax.algorithms import empo2, gigpo
 from empo2_jax.algorithms.base import group_metrics, relative_advantages
 from empo2_jax.config import AlgorithmConfig
 from empo2_jax.data.packing import pack, unpack
@@ -18,7 +18,7 @@ from empo2_jax.ops.losses import policy_loss
 from empo2_jax.ops.ratios import truncated_rollout_weight
 from empo2_jax.randomness import generator
 from empo2_jax.types import Mode, Row, StopReason, TrainBatch
-from tests.fixtures.episodes import TIP_ID, make_episode, make_group
+from tests.fixtures.episodes import TIP_ID, make_episode, make_group, per_episode
 
 CLIP: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 10.0}
 
@@ -150,9 +150,8 @@ def test_09_errors_are_no_reward_and_a_length_stop_keeps_its_return() -> None:
     stops = [(0.0, StopReason.DONE), (90.0, StopReason.ENV_ERROR), (2.0, StopReason.LENGTH),
              (4.0, StopReason.STEP_LIMIT), (70.0, StopReason.ENGINE_ERROR)]  # fmt: skip
     group = make_group(*(make_episode(rewards=[reward], stop_reason=stop) for reward, stop in stops))
-    assert empo2.advantages([group], AlgorithmConfig(advantage_std_floor=0.0)) == pytest.approx(
-        [-1, 0, 1], rel=1e-5
-    )  # mean 2, std 2
+    found = empo2.advantages([group], AlgorithmConfig(advantage_std_floor=0.0))  # mean 2, std 2
+    assert per_episode(found) == pytest.approx([-1, 0, 1], rel=1e-5)
     metrics = group_metrics([group])
     assert (metrics["episode/invalid"], metrics["reward/mean"]) == pytest.approx((0.4, 2.0))
 
@@ -160,7 +159,7 @@ def test_09_errors_are_no_reward_and_a_length_stop_keeps_its_return() -> None:
 def test_09_fewer_than_two_valid_members_or_no_deviation_teach_nothing() -> None:
     single = make_group(make_episode(rewards=[5.0]), make_episode(stop_reason=StopReason.ENV_ERROR))
     tied = make_group(make_episode(rewards=[5.0]), make_episode(rewards=[5.0]))
-    assert empo2.advantages([single, tied], AlgorithmConfig(advantage_std_floor=0.0)) == [0.0, 0.0, 0.0]
+    assert per_episode(empo2.advantages([single, tied], AlgorithmConfig(advantage_std_floor=0.0))) == [0.0, 0.0, 0.0]
 
 
 def test_10_return_sums_both_rewards_undiscounted_and_the_floor_tames_novelty() -> None:
@@ -170,9 +169,9 @@ def test_10_return_sums_both_rewards_undiscounted_and_the_floor_tames_novelty() 
     ]
     assert [e.extrinsic_return + e.intrinsic_return for e in episodes] == [4.5, 3.5]
     group, root = make_group(*episodes), 0.5**0.5  # mean 4, std √½
-    assert empo2.advantages([group], AlgorithmConfig(advantage_std_floor=0.0)) == pytest.approx([root, -root], rel=1e-5)
-    floored = AlgorithmConfig()
-    assert empo2.advantages([group], floored) == pytest.approx([0.1, -0.1])
+    plain, floored = AlgorithmConfig(advantage_std_floor=0.0), AlgorithmConfig()
+    assert per_episode(empo2.advantages([group], plain)) == pytest.approx([root, -root], rel=1e-5)
+    assert per_episode(empo2.advantages([group], floored)) == pytest.approx([0.1, -0.1])
     assert group_metrics([group])["group/phantom"] == 1.0
 
 
@@ -218,6 +217,28 @@ def test_14_kl_and_entropy_share_the_token_weight() -> None:
     near, far = np.exp(0.5) - 1.5, 10.0  # d = −29 is clipped to −20: e^−20 + 19, clipped to 10
     assert loss_of(row, [-1.0, -1.0], kl_coefficient=0.1) == pytest.approx(0.1 * (0.25 * near + 0.5 * far), rel=1e-5)
     assert loss_of(row, [-1.0, -1.0], 2.0, entropy_coefficient=0.1) == pytest.approx(-0.1 * 0.75 * 2.0)
+
+
+@pytest.mark.parametrize("normalization", ["std", "none"])
+def test_16_gigpo_adds_to_each_step_what_it_is_worth_among_steps_of_the_same_state(
+    normalization: Literal["std", "none"],
+) -> None:
+    config = AlgorithmConfig(advantage_std_floor=0.0, advantage_normalization=normalization)
+    assert (config.step_weight, config.step_discount) == (1.0, 0.95)
+    group = make_group(
+        make_episode([[5, 5], [6]], rewards=[0.0, 40.0], anchors=["start", "left"]),  # G = 38, 40
+        make_episode([[5, 5], [6]], rewards=[20.0, 0.0], anchors=["start", "right"]),  # G = 20, 0
+        make_episode([[5, 5], [6]], rewards=[90.0, 90.0], anchors=["start", "left"], mode=Mode.OFF_POLICY),  # tips
+    )
+    by_episode = np.array([-40.0, -60.0, 100.0])  # returns 40, 20, 180: mean 80
+    at_start = np.array([9.0, -9.0, 0.0])  # 38 and 20; what acted with tips is compared with nothing
+    if normalization == "std":
+        by_episode, at_start = by_episode / by_episode.std(ddof=1), at_start / 162**0.5
+    found = gigpo.advantages([group], config)
+    np.testing.assert_allclose([values[0] for values in found], by_episode + at_start, rtol=1e-5)
+    np.testing.assert_allclose([values[1] for values in found], by_episode, rtol=1e-5)  # left and right are alone
+    first, *_ = build_rows(list(group.episodes), found)
+    assert first.advantages[first.loss_mask].tolist() == found[0][[0, 0, 1]].astype(np.float32).tolist()
 
 
 def test_18_packing_changes_nothing_in_the_second_minibatch() -> None:

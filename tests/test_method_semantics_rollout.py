@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from empo2_jax.adaptation import LABEL, adapt, record
 from empo2_jax.config import EvaluationConfig, MemoryConfig, UpdateConfig
 from empo2_jax.data.rows import acting_rows, build_rows
 from empo2_jax.envs import toy
@@ -17,7 +18,7 @@ from empo2_jax.models.qwen2 import Qwen2
 from empo2_jax.models.qwen2_config import Qwen2Config
 from empo2_jax.rollout.collect import Assignment
 from empo2_jax.rollout.jax_engine import JaxEngine
-from empo2_jax.rollout.reflect import PolicyTipWriter
+from empo2_jax.rollout.reflect import PolicyTipWriter, ScriptedTipWriter
 from empo2_jax.rollout.replay import ReplayEngine
 from empo2_jax.types import Episode, Mode, StopReason
 from tests.fixtures.worlds import (
@@ -141,6 +142,14 @@ def test_07_tips_of_earlier_turns_stay_and_nothing_is_cut_out():
             assert flat in text
 
 
+def test_11_the_state_reached_counts_for_novelty_and_16_the_state_before_is_the_anchor():
+    (episode,) = collect(CorridorFamily(4), [Mode.ON_POLICY])
+    first = f"the {toy.PLACES[0]} is empty ."
+    reached = [step.state for step in episode.steps]
+    assert first not in reached and len(set(reached)) == 4
+    assert [step.anchor for step in episode.steps] == [first, *reached[:-1]]
+
+
 def test_13_tips_are_never_trained_on():
     (episode,) = collect(CorridorFamily(3), [Mode.ON_POLICY_WITH_MEMORY], memory=memory_with_tips())
     assert episode.tip and episode.tip_tokens
@@ -179,3 +188,37 @@ def test_15_evaluation_is_repeatable_without_memory_and_writes_nothing():
     assert temperatures == {0.4}
     assert all(episode.mode == Mode.ON_POLICY and not episode.tip for episode in panels[0].episodes)
     assert memory.content_hash() == before
+
+
+def test_17_adaptation_learns_by_memory_alone_and_its_best_never_falls():
+    family, memory = toy.family(variations=2), empty_memory()
+    place, _ = toy.SECRETS[0]
+
+    def words(request: Any) -> str:
+        return f"look in the {place}" if request.session == "adaptation/toy/bulb/0/t2" else "wait"
+
+    collector = make_collector(ReplayEngine(spoken(word_chat(), words)), family, step_limit=2)
+    trials = []
+    for trial in adapt(
+        collector,
+        family.tasks("test"),
+        memory,
+        ScriptedTipWriter(family),
+        trials=3,
+        temperature=0.4,
+        scope="variation",
+    ):
+        trials.append(trial)
+        assert len({tip.episode for tip in memory.retrieve_many([("toy/bulb/0", "light the lamp")])[0]}) <= len(trials)
+    collector.close()
+    line = record(trials, iteration=7, split="test", memory="empty")
+    assert line["label"] == LABEL == "test-time adaptation (sees test rewards)"
+    assert (line["score"], line["best_score"]) == ([0.0, 15.0, 0.0], [0.0, 15.0, 15.0])  # mean of two houses
+    assert line["rows"] == [
+        {"task": "bulb", "variation": 0, "scores": [0.0, 30.0, 0.0]},
+        {"task": "bulb", "variation": 1, "scores": [0.0, 0.0, 0.0]},
+    ]
+    saw = [[bool(step.tips) for episode in trial.now.episodes for step in episode.steps] for trial in trials]
+    assert not any(saw[0]) and all(saw[1]) and all(saw[2])  # tips of a trial are seen from the next one on
+    shown = trials[2].now.episodes[0].steps[0].tips[0]
+    assert shown.startswith(f"the bulb is in the {place} .")  # of the best trial

@@ -99,6 +99,25 @@ def test_page_is_well_formed_offline_and_shows_the_numbers(tmp_path: Path) -> No
     assert "Entropy" not in text  # only NaN: no empty picture
 
 
+def test_adaptation_has_its_own_section_and_is_never_among_the_evaluations(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    label = "test-time adaptation (sees test rewards)"
+    assert label not in write_report(tmp_path).read_text()
+    log = JsonLines(tmp_path / "adaptations.jsonl")
+    rows = [{"task": "lamp", "variation": 0, "scores": [41.0, None]}]
+    curves = {"score": [41.0, 19.0], "success": [0.0, 0.0], "best_score": [41.0, 43.0], "best_success": [0.0, 0.0]}
+    log.append({"label": label, "iteration": 2, "split": "test", "memory": "empty", "rows": rows, **curves})
+    log.close()
+    page = write_report(tmp_path).read_text()
+    Page(page)
+    assert f">{label}</h2>" in page and "Checkpoint 2: lamp (test)" in page
+    section = page[page.index(f">{label}</h2>") :]
+    section = section[: section.index("</section>")]
+    assert all(f"<td>{value}</td>" in section for value in ("41", "19", "43"))
+    assert "43" not in page[page.index('id="panel"') : page.index("</table>")]
+    assert "12.25 → 33.75" in page  # the panel's facts are those without adaptation
+
+
 def test_text_of_a_run_is_never_markup(tmp_path: Path) -> None:
     path = write_report(make_run(tmp_path))
     page = Page(path.read_text())

@@ -1,4 +1,4 @@
-"""What an algorithm decides: how an episode acts and learns, and the advantage of every valid episode.
+"""What an algorithm decides: how an episode acts and learns, and the advantage of every step of a valid episode.
 
 The rest of the package is blind to the choice: all algorithms share one collector, one loss and one learner.
 """
@@ -7,10 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+from jaxtyping import Float64
 
 from empo2_jax.config import AlgorithmConfig
 from empo2_jax.ops.advantages import group_advantages
 from empo2_jax.types import Episode, EpisodeGroup, Mode
+
+StepAdvantages = Float64[np.ndarray, " _"]  # [S] of one episode
 
 
 @runtime_checkable
@@ -21,8 +24,8 @@ class Algorithm(Protocol):
         """The mode of one training episode; the same arguments give the same mode."""
         ...
 
-    def advantages(self, groups: Sequence[EpisodeGroup], config: AlgorithmConfig) -> list[float]:
-        """One advantage per episode of `valid_episodes(groups)`, in that order."""
+    def advantages(self, groups: Sequence[EpisodeGroup], config: AlgorithmConfig) -> list[StepAdvantages]:
+        """One array per episode of `valid_episodes(groups)`, in that order, with one value per step."""
         ...
 
 
@@ -33,9 +36,9 @@ def valid_episodes(groups: Sequence[EpisodeGroup]) -> list[Episode]:
 
 def relative_advantages(
     groups: Sequence[EpisodeGroup], config: AlgorithmConfig, episode_return: Callable[[Episode], float]
-) -> list[float]:
-    """Group-relative advantages of the valid episodes, in the order of `valid_episodes`."""
-    advantages: list[float] = []
+) -> list[StepAdvantages]:
+    """Group-relative advantages of the valid episodes, in the order of `valid_episodes`; equal over the steps."""
+    advantages: list[StepAdvantages] = []
     for group in groups:
         valid = np.array([episode.stop_reason.valid for episode in group.episodes], bool)
         values = group_advantages(
@@ -43,10 +46,25 @@ def relative_advantages(
             valid,
             np.array([episode.mode for episode in group.episodes], np.int64),
             baseline=config.advantage_baseline,
+            normalization=config.advantage_normalization,
             std_floor=config.advantage_std_floor,
         )
-        advantages += values[valid].tolist()
+        members = valid_episodes([group])
+        advantages += [np.full(len(e.steps), value) for e, value in zip(members, values[valid], strict=True)]
     return advantages
+
+
+def anchor_groups(group: EpisodeGroup) -> list[list[tuple[int, int]]]:
+    """Steps of a group that began in the same state, as (place in `valid_episodes([group])`, step), in that order.
+
+    Steps acted with tips or without a known state are in none: another prompt is another situation.
+    """
+    same: dict[str, list[tuple[int, int]]] = {}
+    for place, episode in enumerate(valid_episodes([group])):
+        for number, step in enumerate(episode.steps):
+            if step.anchor and not step.acted_with_tips:
+                same.setdefault(step.anchor, []).append((place, number))
+    return list(same.values())
 
 
 def group_metrics(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
@@ -55,6 +73,8 @@ def group_metrics(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
     `reward/*` is the extrinsic return in points, `reward/intrinsic_mean` the novelty part, `novelty/bonus_mean` the
     same per step. Of the groups with at least 2 valid members, `group/all_equal` is the share whose returns do not
     differ (they teach nothing), and `group/phantom` the share whose extrinsic returns do not differ while novelty does.
+    `group/shared_states` is the share of steps (acted without tips) that began in a state in which another step of
+    their group began too: the only ones with a step advantage in GiGPO.
     `memory/utility` is what tips are worth in points: the mean reward of a group's members that saw a tip less that of
     the others, averaged over the groups that have both.
     """
@@ -79,7 +99,12 @@ def group_metrics(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
             metrics[f"empo2/{mode.label}/share"] = float(members.mean())
     if bonuses := [step.intrinsic_reward for episode in valid for step in episode.steps]:
         metrics["novelty/bonus_mean"] = float(np.mean(bonuses))
-    return metrics | _tied_groups(groups) | _utility(groups)
+    return metrics | _tied_groups(groups) | _shared_states(groups) | _utility(groups)
+
+
+def _shared_states(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
+    sizes = [len(same) for group in groups for same in anchor_groups(group)]
+    return {"group/shared_states": sum(size for size in sizes if size > 1) / sum(sizes)} if sizes else {}
 
 
 def _utility(groups: Sequence[EpisodeGroup]) -> dict[str, float]:

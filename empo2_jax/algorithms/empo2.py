@@ -6,7 +6,7 @@ With p = 0 and no novelty this is GRPO.
 
 from collections.abc import Sequence
 
-from empo2_jax.algorithms.base import relative_advantages
+from empo2_jax.algorithms.base import StepAdvantages, relative_advantages
 from empo2_jax.config import AlgorithmConfig
 from empo2_jax.randomness import uniform
 from empo2_jax.types import EpisodeGroup, Mode
@@ -22,6 +22,6 @@ def draw_mode(config: AlgorithmConfig, seed: int, iteration: int, group: int, me
     return Mode.OFF_POLICY
 
 
-def advantages(groups: Sequence[EpisodeGroup], config: AlgorithmConfig) -> list[float]:
+def advantages(groups: Sequence[EpisodeGroup], config: AlgorithmConfig) -> list[StepAdvantages]:
     """A = (R − mean) / (std + eps) within each group, R = extrinsic + intrinsic."""
     return relative_advantages(groups, config, lambda episode: episode.extrinsic_return + episode.intrinsic_return)

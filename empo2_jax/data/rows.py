@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Float32, Int, Int32
+from jaxtyping import Float32, Float64, Int, Int32
 
 from empo2_jax.types import Episode, Mode, Row
 
@@ -21,7 +21,7 @@ Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean",
 
 def build_rows(
     episodes: Sequence[Episode],
-    advantages: Sequence[float],
+    advantages: Sequence[float | Float64[np.ndarray, " _"]],
     *,
     min_token_prob: float = 0.0,
     mask_modes: Literal["off_policy", "all"] = "off_policy",
@@ -30,7 +30,7 @@ def build_rows(
 
     Args:
         episodes: The valid episodes of an iteration; `Row.episode` is the index in this list.
-        advantages: One per episode, the same for each of its action tokens.
+        advantages: Of each episode, one value per step, or one for all; the action tokens of a step share it.
         min_token_prob: δ, the threshold of the probability mask; 0 = off.
         mask_modes: Rows the threshold applies to.
 
@@ -42,7 +42,8 @@ def build_rows(
         tips = episode.mode == Mode.ON_POLICY_WITH_MEMORY
         prompts = [step.prompt_ids if tips else step.bare_prompt_ids for step in episode.steps]
         masked = mask_modes == "all" or episode.mode == Mode.OFF_POLICY
-        rows += _episode_rows(episode, index, prompts, advantage, min_token_prob if masked else 0.0)
+        by_step = np.broadcast_to(advantage, len(episode.steps))
+        rows += _episode_rows(episode, index, prompts, by_step, min_token_prob if masked else 0.0)
     return rows
 
 
@@ -54,12 +55,17 @@ def acting_rows(episodes: Sequence[Episode]) -> list[Row]:
     rows = []
     for index, episode in enumerate(episodes):
         if episode.mode == Mode.OFF_POLICY:
-            rows += _episode_rows(episode, index, [step.prompt_ids for step in episode.steps], 0.0, 0.0)
+            nothing = np.zeros(len(episode.steps))
+            rows += _episode_rows(episode, index, [step.prompt_ids for step in episode.steps], nothing, 0.0)
     return rows
 
 
 def _episode_rows(
-    episode: Episode, index: int, prompts: Sequence[Int32[np.ndarray, " _"]], advantage: float, threshold: float
+    episode: Episode,
+    index: int,
+    prompts: Sequence[Int32[np.ndarray, " _"]],
+    advantages: Float64[np.ndarray, " S"],
+    threshold: float,
 ) -> list[Row]:
     rows: list[Row] = []
     tokens: list[int] = []
@@ -68,14 +74,14 @@ def _episode_rows(
     for number, (step, prompt) in enumerate(zip(episode.steps, prompts, strict=True)):
         ids = prompt.tolist()
         if tokens and ids[: len(tokens)] != tokens:
-            rows.append(_row(tokens, steps, behavior, episode.mode, index, advantage, threshold))
+            rows.append(_row(tokens, steps, behavior, episode.mode, index, advantages, threshold))
             tokens, steps, behavior = [], [], []
         fresh, action = len(ids) - len(tokens), step.action_ids.tolist()
         tokens = ids + action
         steps += [-1] * fresh + [number] * len(action)
         behavior += [0.0] * fresh + step.behavior_logprobs.tolist()
     if tokens:
-        rows.append(_row(tokens, steps, behavior, episode.mode, index, advantage, threshold))
+        rows.append(_row(tokens, steps, behavior, episode.mode, index, advantages, threshold))
     return rows
 
 
@@ -85,7 +91,7 @@ def _row(
     behavior: list[float],
     mode: Mode,
     episode: int,
-    advantage: float,
+    by_step: Float64[np.ndarray, " S"],
     threshold: float,
 ) -> Row:
     step_index = np.asarray(steps, np.int32)
@@ -95,7 +101,7 @@ def _row(
         loss_mask=mask,
         step_index=step_index,
         behavior_logprobs=np.asarray(behavior, np.float32),
-        advantages=np.where(mask, advantage, 0.0).astype(np.float32),
+        advantages=np.where(mask, by_step[step_index], 0.0).astype(np.float32),
         token_weight=np.zeros(len(tokens), np.float32),
         mode=mode,
         episode=episode,

@@ -141,6 +141,16 @@ class TipMemory:
         vectors = self.embed([text for _, text in requests])
         return [self.retrieve(buffer, vector) for (buffer, _), vector in zip(requests, vectors, strict=True)]
 
+    def entries(self, episodes: Sequence[Episode], scope: Scope, iteration: int) -> list[Tip]:
+        """What to commit of the episodes that have a tip, in their order."""
+        entries: list[Tip] = []
+        for episode in episodes:
+            if episode.tip and episode.steps:
+                vectors = self.embed([step.memory_key for step in episode.steps])
+                buffer = buffer_key(episode.task, scope)
+                entries += make_tip_entries(episode, episode.tip, vectors, buffer=buffer, iteration=iteration)
+        return entries
+
     def commit(self, tips: Iterable[Tip]) -> int:
         """Make the tips visible, in the given order; returns how many contents were new.
 

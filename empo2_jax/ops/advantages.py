@@ -1,4 +1,4 @@
-"""Group-relative advantages (paper section 4.1; GRPO), in numpy on the host.
+"""Group-relative advantages (paper section 4.1; GRPO) and discounted returns, in numpy on the host.
 
 Returns come from the environment, never from surviving rows. This module knows neither episodes nor tokens.
 """
@@ -15,6 +15,7 @@ def group_advantages(
     modes: Int[np.ndarray, " G"],
     *,
     baseline: Literal["group", "mode"] = "group",
+    normalization: Literal["std", "none"] = "std",
     eps: float = 1e-6,
     std_floor: float = 0.0,
 ) -> Float64[np.ndarray, " G"]:
@@ -26,6 +27,7 @@ def group_advantages(
         modes: Mode of every member; 0 acted without tips, any other with tips.
         baseline: `group` compares with all valid members, `mode` plain ones with plain ones and tips with tips; a part
             with fewer than 2 valid members falls back to the group.
+        normalization: `none` only subtracts the mean: the advantage is in points.
         eps: Added to the deviation.
         std_floor: Least value to divide by, points.
 
@@ -38,6 +40,16 @@ def group_advantages(
         peers = members if members.sum() >= 2 else valid
         if peers.sum() < 2 or np.ptp(returns[peers]) == 0:
             continue
-        scale = max(float(returns[peers].std(ddof=1)) + eps, std_floor)
+        scale = max(float(returns[peers].std(ddof=1)) + eps, std_floor) if normalization == "std" else 1.0
         advantages[members] = (returns[members] - returns[peers].mean()) / scale
     return advantages
+
+
+def discounted_returns(rewards: Float64[np.ndarray, " S"], discount: float) -> Float64[np.ndarray, " S"]:
+    """G_t = Σ_{k ≥ t} discount^(k − t) · r_k of one episode, points."""
+    returns = np.zeros_like(rewards)
+    later = 0.0
+    for step in reversed(range(len(rewards))):
+        later = rewards[step] + discount * later
+        returns[step] = later
+    return returns

@@ -259,6 +259,7 @@ class Collector:
                 resolution=after.resolution,
                 reward=after.reward,
                 state=after.state,
+                anchor=before.state,
                 memory_key=live.key,
                 tips=tuple(tip.content for tip in live.tips),
                 tip_scores=tuple(tip.score for tip in live.tips),

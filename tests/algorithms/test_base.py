@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from empo2_jax.algorithms.base import group_metrics, relative_advantages, valid_episodes
+from empo2_jax.algorithms.base import anchor_groups, group_metrics, relative_advantages, valid_episodes
 from empo2_jax.config import AlgorithmConfig
 from empo2_jax.types import Episode, Mode, StopReason
-from tests.fixtures.episodes import make_episode, make_group
+from tests.fixtures.episodes import make_episode, make_group, per_episode
 
 
 def scored(reward: float, novelty: float = 0.0, mode: Mode = Mode.ON_POLICY, stop: StopReason = StopReason.DONE):
@@ -73,4 +73,22 @@ def test_advantages_stand_in_the_order_of_the_valid_episodes() -> None:
         groups, AlgorithmConfig(advantage_std_floor=0.0), lambda episode: episode.extrinsic_return
     )
     assert [episode.extrinsic_return for episode in valid_episodes(groups)] == [0.0, 2.0, 4.0, 4.0]
-    assert found == pytest.approx([-(0.5**0.5), 0.5**0.5, 0, 0], rel=1e-5)
+    assert per_episode(found) == pytest.approx([-(0.5**0.5), 0.5**0.5, 0, 0], rel=1e-5)
+
+
+def test_advantages_have_a_value_per_step() -> None:
+    group = make_group(make_episode([[5], [6], [7]], rewards=[1.0, 0.0, 1.0]), make_episode([[5]], rewards=[0.0]))
+    config = AlgorithmConfig(advantage_normalization="none")
+    found = relative_advantages([group], config, lambda episode: episode.extrinsic_return)
+    assert [values.tolist() for values in found] == [[1.0, 1.0, 1.0], [-1.0]]
+
+
+def test_steps_that_began_in_the_same_state_are_found_over_the_group() -> None:
+    group = make_group(
+        make_episode([[5]] * 3, anchors=["a", "b", "a"]),
+        make_episode([[5]] * 2, anchors=["a", "b"], stop_reason=StopReason.ENV_ERROR),
+        make_episode([[5]] * 2, anchors=["a", "b"], mode=Mode.OFF_POLICY),
+        make_episode([[5]] * 3, anchors=["c", "b", ""]),
+    )
+    assert anchor_groups(group) == [[(0, 0), (0, 2)], [(0, 1), (2, 1)], [(2, 0)]]
+    assert group_metrics([group])["group/shared_states"] == pytest.approx(4 / 5)

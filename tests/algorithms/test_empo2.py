@@ -7,20 +7,21 @@ import pytest
 from empo2_jax.algorithms import empo2, grpo
 from empo2_jax.config import AlgorithmConfig
 from empo2_jax.types import Mode
-from tests.fixtures.episodes import make_episode, make_group
+from tests.fixtures.episodes import make_episode, make_group, per_episode
 
 
 def test_without_memory_and_novelty_it_is_grpo() -> None:
     config = AlgorithmConfig(p_memory=0.0)
     groups = [make_group(*(make_episode(rewards=[r]) for r in rewards)) for rewards in ([3.0, 1.0, -2.0], [0.0, 0.0])]
-    assert empo2.advantages(groups, config) == grpo.advantages(groups, config)
+    assert per_episode(empo2.advantages(groups, config)) == per_episode(grpo.advantages(groups, config))
     for counters in [(0, 0, 0), (3, 1, 7), (99, 15, 2)]:
         assert empo2.draw_mode(config, 5, *counters) == grpo.draw_mode(config, 5, *counters)
 
 
 def test_novelty_is_part_of_the_return() -> None:
     group = make_group(*(make_episode(rewards=[r], intrinsic=[n]) for r, n in [(0.0, 0.5), (1.0, 0.5), (1.0, 1.5)]))
-    assert empo2.advantages([group], AlgorithmConfig(advantage_std_floor=0.0)) == pytest.approx([-1, 0, 1], rel=1e-5)
+    found = empo2.advantages([group], AlgorithmConfig(advantage_std_floor=0.0))
+    assert per_episode(found) == pytest.approx([-1, 0, 1], rel=1e-5)
 
 
 def test_shares_of_the_modes() -> None:

@@ -22,6 +22,14 @@ def test_append_only_prompt_gives_one_row() -> None:
     np.testing.assert_allclose(row.behavior_logprobs, expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("rebuilt", [False, True])
+def test_a_step_has_its_own_advantage(rebuilt: bool) -> None:
+    rows = build_rows([make_episode(ACTIONS, rebuilt=rebuilt)], [np.array([2.0, -1.0, 0.5])])
+    found = np.concatenate([row.advantages[row.loss_mask] for row in rows])
+    assert found.tolist() == [2.0, 2.0, -1.0, 0.5, 0.5, 0.5]
+    assert not any(row.advantages[~row.loss_mask].any() for row in rows)
+
+
 def test_rebuilt_prompt_gives_one_row_per_step() -> None:
     rows = build_rows([make_episode(ACTIONS, rebuilt=True)], [1.0])
     assert [row.token_ids.tolist() for row in rows] == [[1, 10, 5, 6], [1, 11, 7], [1, 12, 8, 9, 5]]

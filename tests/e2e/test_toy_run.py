@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,50 @@ def test_empo2_without_memory_and_novelty_is_grpo_bit_for_bit(tmp_path: Path) ->
     assert untimed(read_metrics(empo2_run)) == untimed(read_metrics(grpo_run))
     assert content_hash(empo2_run) == content_hash(grpo_run)
     assert max(record["actor/grad_norm"] for record in read_metrics(grpo_run)) > 0, "nothing was learned from"
+
+
+def test_gigpo_without_step_weight_is_grpo_bit_for_bit_and_with_it_another(tmp_path: Path) -> None:
+    options = ("--algorithm.p_memory", "0", "--intrinsic.kind", "none", "--run.iterations", "1")
+    options += ("--env.step_limit", "6", "--rollout.temperature", "1.6")  # two of the few episodes find a bulb
+    grpo_run = train(tmp_path / "grpo", *options, "--algorithm.name", "grpo")
+    (record,) = read_metrics(grpo_run)
+    assert record["reward/std"] > 0 and record["actor/grad_norm"] > 0, "nothing was learned from"
+    options += ("--algorithm.name", "gigpo")
+    plain = train(tmp_path / "plain", *options, "--algorithm.step_weight", "0")
+    assert untimed(read_metrics(plain)) == untimed(read_metrics(grpo_run))
+    assert content_hash(plain) == content_hash(grpo_run)
+    weighted = train(tmp_path / "weighted", *options)
+    (other,) = read_metrics(weighted)
+    assert other["group/shared_states"] == record["group/shared_states"] > 0.25  # all begin alike
+    assert other["actor/grad_norm"] != record["actor/grad_norm"] and content_hash(weighted) != content_hash(grpo_run)
+
+
+def test_17_adaptation_is_labeled_and_changes_nothing_of_the_run(
+    toy_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(toy_run, run_dir)
+    before = {path: path.read_bytes() for path in sorted(run_dir.rglob("*")) if path.is_file()}
+    hashed = content_hash(run_dir)  # parameters, optimizer, memory, novelty, metrics
+    assert main(["adapt", str(run_dir), "--trials", "3"]) == 0
+    (record,) = read_jsonl(run_dir / "adaptations.jsonl")
+    assert record["label"] == "test-time adaptation (sees test rewards)"
+    assert record["label"] in " ".join(capsys.readouterr().out.split())
+    assert (record["iteration"], record["memory"], record["complete"]) == (2, "empty", True)
+    assert [len(row["scores"]) for row in record["rows"]] == [3] * 4
+    assert len(record["best_score"]) == 3 and record["best_score"] == sorted(record["best_score"])
+    assert record["best_score"][0] == record["score"][0] and record["best_score"][-1] >= max(record["score"])
+    assert content_hash(run_dir) == hashed
+    changed = [path.name for path, content in before.items() if path.read_bytes() != content]
+    assert changed == ["report.html"]
+    page = (run_dir / "report.html").read_text(encoding="utf-8")
+    assert f">{record['label']}</h2>" in page
+
+    assert main(["adapt", str(run_dir), "--trials", "3"]) == 0
+    assert main(["adapt", str(run_dir), "--trials", "1", "--keep-memory", "--split", "train", "--step", "1"]) == 0
+    _, again, kept = read_jsonl(run_dir / "adaptations.jsonl")
+    assert again == record  # an empty memory each time, the same draws
+    assert (kept["iteration"], kept["memory"], kept["split"]) == (1, "run", "train")
 
 
 def test_commands_on_the_finished_run(toy_run: Path, capsys: pytest.CaptureFixture[str]) -> None:

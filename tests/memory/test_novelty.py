@@ -1,4 +1,7 @@
-"""Rewards computed by hand; vectors on the axes are different states, equal ones the same state."""
+"""Rewards computed by hand; vectors on the axes are different states, equal ones the same state.
+
+`test_11_*` are the pinned semantics of the store.
+"""
 
 import numpy as np
 import pytest
@@ -21,7 +24,7 @@ def store(**settings):
     return NoveltyStore(3, ExactIndex, **{"threshold": 0.9, "coefficient": 6.0, **settings})
 
 
-def test_reward_is_the_coefficient_over_visits_so_far():
+def test_11_reward_is_the_coefficient_over_visits_so_far():
     novelty = store()
     rewards, pending = novelty.episode_rewards("k", states(A, B, A, A))
     np.testing.assert_array_equal(rewards, np.array([6, 6, 3, 2], np.float32))
@@ -32,7 +35,7 @@ def test_reward_is_the_coefficient_over_visits_so_far():
     np.testing.assert_array_equal(rewards, np.array([6 / 2, 6, 6 / 4, 6 / 3], np.float32))
 
 
-def test_episodes_of_one_iteration_do_not_see_each_other_and_merge_at_the_commit():
+def test_11_episodes_of_one_iteration_do_not_see_each_other_and_merge_at_the_commit():
     novelty = store()
     near_a = np.array([0.96, 0.28, 0], np.float32)  # cosine 0.96 with A
     first, pending_first = novelty.episode_rewards("k", states(A, A))
@@ -43,7 +46,7 @@ def test_episodes_of_one_iteration_do_not_see_each_other_and_merge_at_the_commit
     assert novelty.visits("k") == (3, 1)
 
 
-def test_revisits_can_go_unpaid_but_are_still_counted():
+def test_11_revisits_can_go_unpaid_but_are_still_counted():
     novelty = store(revisits=False)
     rewards, pending = novelty.episode_rewards("k", states(A, A, B))
     np.testing.assert_array_equal(rewards, [6, 0, 6])
@@ -53,7 +56,7 @@ def test_revisits_can_go_unpaid_but_are_still_counted():
     assert novelty.visits("k") == (2, 1)
 
 
-def test_threshold_is_reached_by_equality():
+def test_11_threshold_is_reached_by_equality():
     half = np.array([0.5, np.sqrt(0.75), 0], np.float32)
     rewards, _ = store(threshold=0.5).episode_rewards("k", states(A, half))
     np.testing.assert_array_equal(rewards, [6, 3])
@@ -61,7 +64,7 @@ def test_threshold_is_reached_by_equality():
     np.testing.assert_array_equal(rewards, [6, 6])
 
 
-def test_a_state_visits_its_nearest_entry_of_store_and_episode():
+def test_11_a_state_visits_its_nearest_entry_of_store_and_episode():
     novelty = store(threshold=0.6)
     novelty.commit([novelty.episode_rewards("k", states(A, A))[1]])
     middle = np.array([0.55, np.sqrt(1 - 0.55**2), 0], np.float32)  # new, then nearest to `toward_b`
@@ -72,7 +75,7 @@ def test_a_state_visits_its_nearest_entry_of_store_and_episode():
     assert pending.new_visits == (2,)
 
 
-def test_keys_hold_environment_task_and_variation_apart():
+def test_11_keys_hold_environment_task_and_variation_apart():
     keys = {novelty_key(Task(e, t, v)) for e in ("x", "y") for t in ("a", "b") for v in (0, 1)}
     assert len(keys) == 8
     novelty = store()

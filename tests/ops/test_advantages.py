@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from empo2_jax.ops.advantages import group_advantages
+from empo2_jax.ops.advantages import discounted_returns, group_advantages
 
 ALL = np.array([True, True, True, True])
 PLAIN = np.zeros(4, np.int64)
@@ -58,3 +58,16 @@ def test_shift_and_scale_invariant_and_centered() -> None:
     np.testing.assert_allclose(group_advantages(7 * returns + 100, ALL, PLAIN, eps=0.0), base, rtol=1e-10)
     assert abs(base.sum()) < 1e-12
     assert base.std(ddof=1) == pytest.approx(1.0)
+
+
+def test_without_normalization_the_mean_alone_goes() -> None:
+    found = group_advantages(np.array([0.0, 2.0, 4.0, 6.0]), ALL, PLAIN, normalization="none", std_floor=5.0)
+    assert found.tolist() == [-3, -1, 1, 3]
+
+
+def test_discounted_returns_by_hand() -> None:
+    rewards = np.array([1.0, 0.0, -4.0, 8.0])
+    assert discounted_returns(rewards, 0.5).tolist() == [1.0, 0.0, 0.0, 8.0]
+    assert discounted_returns(rewards, 1.0).tolist() == [5.0, 4.0, 4.0, 8.0]
+    assert discounted_returns(rewards, 0.0).tolist() == rewards.tolist()
+    assert discounted_returns(np.zeros(0), 0.9).tolist() == []
