@@ -66,7 +66,7 @@ def load_policy(config: ModelConfig, folder: Path | None = None) -> Policy:
     folder = folder or model_folder(config.path)
     tokenizer = Tokenizer.load(folder)
     mesh = make_mesh(jax.devices(), *config.mesh)
-    model = load_model(folder, dtype=config.compute_dtype, mesh=mesh)
+    model = load_model(folder, dtype=config.compute_dtype, mesh=mesh, attention=config.attention)
     tokenizer.check_fits(model.config.vocab_size, folder)
     return Policy(model, tokenizer, folder, mesh)
 

@@ -22,18 +22,12 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from empo2_jax.config import Config
 from empo2_jax.errors import CheckpointError
 from empo2_jax.interrupts import uninterrupted
 from empo2_jax.metrics import METRICS_FILE, read_metrics, untimed
 
 FORMAT = 1
 FOLDER = "checkpoints"
-MAY_DIFFER = (  # keys that a resumed run may change: they do not reach the numbers, or only by rounding (mesh, remat)
-    "run.name", "run.dir", "run.iterations", "run.tensorboard", "run.episodes_logged",
-    "env.workers", "env.step_timeout_s", "evaluation.every", "checkpoint.", "model.mesh", "model.remat",
-    "update.offload_moments",
-)  # fmt: skip
 
 _log = logging.getLogger(__name__)
 
@@ -276,23 +270,6 @@ class RunLock:
     ) -> None:
         """Release the lock."""
         self._file.close()
-
-
-def check_same_run(saved: Config, new: Config) -> None:
-    """Raise `CheckpointError` naming the first three keys that differ, except those of `MAY_DIFFER`."""
-    before, now = _flat(saved), _flat(new)
-    differ = [f"{key} = {value!r}, now it is {now[key]!r}" for key, value in before.items() if now[key] != value]
-    if differ:
-        more = f"; and {len(differ) - 3} more" if len(differ) > 3 else ""
-        raise CheckpointError(
-            f"{new.run_dir}: the run was started with {'; with '.join(differ[:3])}{more}; "
-            "use another run.dir or the old values"
-        )
-
-
-def _flat(config: Config) -> dict[str, Any]:
-    pairs = ((f"{name}.{key}", value) for name, section in config for key, value in section)
-    return {key: value for key, value in pairs if not key.startswith(MAY_DIFFER)}
 
 
 def _named(tree: Any) -> dict[str, Any]:

@@ -43,6 +43,9 @@ class ModelConfig(Section):
         description="Hugging Face folder, hub id, `smollm2-135m-instruct` (installable) or `toy` (shipped start)",
     )
     compute_dtype: Literal["float32", "bfloat16"] = Field("float32", description="activations; master weights are f32")
+    attention: Literal["auto", "xla", "cudnn", "splash"] = Field(
+        "auto", description="kernel of the training pass; auto: cudnn (NVIDIA, bfloat16), splash (TPU), else xla"
+    )
     remat: Literal["none", "dots", "full"] = Field(
         "full", description="kept of a layer for the backward pass: all, outputs of linear layers, only its input"
     )

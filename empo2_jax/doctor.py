@@ -13,10 +13,11 @@ from pathlib import Path
 import jax
 
 from empo2_jax import assets
-from empo2_jax.config import Config
+from empo2_jax.config import Config, ModelConfig
 from empo2_jax.errors import Empo2Error
 from empo2_jax.models.hf_weights import read_config
 from empo2_jax.models.sharding import check_divides, make_mesh
+from empo2_jax.ops.attention_kernels import PREFERRED, obstacle, platform_of, resolve
 
 DISK_NEEDED, MEMORY_NEEDED = 6.0, 8.0  # GiB: the installable model with its checkpoints; the quickstart's peak
 
@@ -37,6 +38,7 @@ def diagnose(config: Config | None = None) -> list[Check]:
     checks = [
         Check("Python", sys.version.split()[0], sys.version_info >= (3, 11)),
         _guarded("JAX devices", _devices),
+        _guarded("attention", lambda: attention_kernel((config or Config()).model)),
         _package("flax"),
         _package("orbax-checkpoint"),
         _package("scann", needed=config is not None and config.memory.index == "scann"),
@@ -60,6 +62,22 @@ def mesh_fits(config: Config) -> str:
         check_divides(read_config(folder), fsdp, tensor)
     make_mesh(jax.devices(), data, fsdp, tensor)
     return f"data {data} × fsdp {fsdp} × tensor {tensor} of {jax.device_count()} devices"
+
+
+def attention_kernel(model: ModelConfig) -> str:
+    """The kernel that trains, and why `auto` passed over others; raises `ConfigError` if the named one cannot run."""
+    platform, folder = platform_of(jax.devices()[0]), Path(model.path)
+    head_dim = read_config(folder).head_dim if folder.is_dir() else None
+    chosen = resolve(model.attention, platform, model.compute_dtype, head_dim)
+    if model.attention != "auto":
+        return chosen
+    passed = PREFERRED[: PREFERRED.index(chosen)]
+    return "; ".join(
+        [
+            f"{chosen} (auto)",
+            *(f"{name} needs {obstacle(name, platform, model.compute_dtype, head_dim)}" for name in passed),
+        ]
+    )
 
 
 def _guarded(name: str, find: Callable[[], str], needed: bool = True) -> Check:

@@ -7,14 +7,9 @@ markup.
 
 import json
 import math
-import os
-import platform
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, TypeVar
@@ -32,8 +27,9 @@ from empo2_jax.metrics import (
     read_metrics,
     write_atomically,
 )
+from empo2_jax.run_record import CONFIG_FILE, FACTS_FILE
 
-CONFIG_FILE, FACTS_FILE, REPORT_FILE = "config.toml", "run.json", "report.html"
+REPORT_FILE = "report.html"
 LOSSES_FILE = "start/losses.json"  # of the warm start
 BEFORE_WARMSTART = "before warm start"  # label of an evaluation
 T = TypeVar("T")
@@ -330,16 +326,3 @@ def _optional_json(path: Path, default: T) -> T:
     if not isinstance(content, type(default)):
         raise DataError(f"{path}: a JSON {'object' if isinstance(default, dict) else 'list'} is expected")
     return content
-
-
-def record_command(run_dir: Path, arguments: Sequence[str]) -> None:
-    """Write `run.json`, the facts at the head of the report: command line, start time, versions."""
-    facts = {
-        "command": shlex.join(arguments),
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "empo2_jax": version("empo2_jax"),
-        "jax": version("jax"),
-        "python": platform.python_version(),
-        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-    }
-    write_atomically(run_dir / FACTS_FILE, json.dumps(facts, ensure_ascii=False, indent=1) + "\n")

@@ -20,7 +20,7 @@ from flax import nnx
 from empo2_jax import assembly, warmstart
 from empo2_jax.alarms import count_skipped, refuse_many_failures, warn
 from empo2_jax.algorithms.base import StepAdvantages, group_metrics, valid_episodes
-from empo2_jax.checkpoint import CheckpointStore, RunLock, check_same_run
+from empo2_jax.checkpoint import CheckpointStore, RunLock
 from empo2_jax.config import Config, dump_toml, load_config
 from empo2_jax.data.packing import pack
 from empo2_jax.data.rows import build_rows, drop_unlikely_steps, minibatches, token_weights
@@ -34,11 +34,10 @@ from empo2_jax.metrics import EpisodeLog, JsonLines, MetricsLog, Stopwatch, Tens
 from empo2_jax.ops.losses import finalize_metrics, policy_loss
 from empo2_jax.progress import RunProgress, note
 from empo2_jax.randomness import generator
-from empo2_jax.report import record_command, write_report
+from empo2_jax.report import write_report
 from empo2_jax.rollout.collect import Assignment
+from empo2_jax.run_record import CONFIG_FILE, check_same_run, record_command
 from empo2_jax.types import Episode, EpisodeGroup, Row, Task
-
-CONFIG_FILE = "config.toml"
 
 
 def run(config: Config, resume: str = "auto", command: Sequence[str] = ()) -> Path:

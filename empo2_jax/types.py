@@ -11,7 +11,7 @@ before the first update; `logprobs` differentiated; `reference_logprobs` under t
 This module imports neither JAX nor the rest of the package.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
@@ -206,4 +206,3 @@ class Observation:
     state: str  # text identifying the state reached, for novelty and memory keys (no step counter)
     resolved: str = ""
     resolution: str = "exact"
-    info: dict[str, str] = field(default_factory=dict)

@@ -31,6 +31,7 @@ from empo2_jax.evaluation import evaluate
 from empo2_jax.learner.optim import warmstart_optimizer
 from empo2_jax.learner.step import Learner, LearnerState, supervised_loss
 from empo2_jax.metrics import write_atomically
+from empo2_jax.models.hf_folder import new_folder
 from empo2_jax.models.hf_weights import save_model
 from empo2_jax.models.qwen2 import Qwen2
 from empo2_jax.models.qwen2_config import Qwen2Config
@@ -122,14 +123,12 @@ def make_start(config: Config, family: EnvironmentFamily, folder: Path) -> None:
                 store=CheckpointStore(partial, keep=1),
                 report=lambda done, loss: progress.update(done, {"warmstart/loss": loss}),
             )
-        draft = folder.with_name(folder.name + ".draft")
-        shutil.rmtree(draft, ignore_errors=True)
-        save_model(draft, params, policy.model.config, tokenizer_folder=policy.folder)
-    write_atomically(draft / "losses.json", json.dumps(losses))
-    write_atomically(draft / "made_from.txt", _origin(config))
-    if before is not None:
-        write_atomically(draft / "before.json", json.dumps(before))
-    draft.rename(folder)
+        with new_folder(folder) as work:
+            save_model(work, params, policy.model.config, tokenizer_folder=policy.folder)
+            write_atomically(work / "losses.json", json.dumps(losses))
+            write_atomically(work / "made_from.txt", _origin(config))
+            if before is not None:
+                write_atomically(work / "before.json", json.dumps(before))
     shutil.rmtree(partial, ignore_errors=True)
 
 

@@ -19,8 +19,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from empo2_jax.checkpoint import CheckpointStore, RunLock, check_same_run
-from empo2_jax.config import Config, parse_config
+from empo2_jax.checkpoint import CheckpointStore, RunLock
 from empo2_jax.errors import CheckpointError
 from empo2_jax.metrics import MetricsLog
 
@@ -229,20 +228,3 @@ def test_kill_in_mid_save_leaves_the_previous_step_and_frees_the_lock(tmp_path: 
         save(store, 2)
     assert time.monotonic() < deadline
     assert store.steps() == [1, 2] and not (tmp_path / "checkpoints" / ".tmp-2").exists()
-
-
-def test_another_configuration_is_refused_by_its_first_differing_keys() -> None:
-    saved = Config()
-    changed = parse_config({"run": {"seed": 1}, "memory": {"capacity": 7}})
-    with pytest.raises(CheckpointError, match=r"run.seed = 0, now it is 1; with memory.capacity = 1000, now it is 7; "):
-        check_same_run(saved, changed)
-    other = parse_config({"update": {"epochs": 2, "beta1": 0.5, "beta2": 0.5, "weight_decay": 0.5, "max_grad_norm": 2}})
-    with pytest.raises(CheckpointError, match=r"weight_decay = 0.01, .*; with .*; with .*; and 2 more; use another"):
-        check_same_run(saved, other)
-
-
-def test_keys_that_do_not_reach_the_numbers_may_differ() -> None:
-    longer = parse_config(
-        {"run": {"iterations": 7, "dir": "elsewhere"}, "env": {"workers": 5}, "checkpoint": {"keep": 9, "every": 2}}
-    )
-    check_same_run(Config(), longer)

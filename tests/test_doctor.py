@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from empo2_jax.config import parse_config
-from empo2_jax.doctor import diagnose, mesh_fits
+from empo2_jax.doctor import attention_kernel, diagnose, mesh_fits
 from empo2_jax.errors import Empo2Error
 
 
@@ -33,3 +33,12 @@ def test_mesh_must_fit_devices_and_heads(tmp_path: Path) -> None:
     with pytest.raises(Empo2Error, match="4 attention heads do not divide over tensor = 3; allowed: 1, 2"):
         mesh_fits(parse_config(toy(mesh=[1, 1, 3], path=str(tmp_path))))
     assert mesh_fits(parse_config(toy(path=str(tmp_path)))).startswith("data 1 × fsdp 1 × tensor 1 of")
+
+
+def test_the_attention_that_trains_is_named_with_the_reason() -> None:
+    checks = {check.name: check for check in diagnose()}
+    assert checks["attention"].ok
+    assert checks["attention"].found == "xla (auto); cudnn needs an NVIDIA GPU, not cpu; splash needs a TPU, not cpu"
+    assert attention_kernel(parse_config(toy(attention="xla")).model) == "xla"
+    checks = {check.name: check for check in diagnose(parse_config(toy(attention="cudnn")))}
+    assert not checks["attention"].ok and checks["attention"].needed

@@ -11,7 +11,8 @@ from empo2_jax.charts import line_chart, ticks
 from empo2_jax.config import Config, dump_toml
 from empo2_jax.errors import DataError
 from empo2_jax.metrics import JsonLines, MetricsLog
-from empo2_jax.report import EPISODE_BYTES, embed_json, record_command, write_report
+from empo2_jax.report import EPISODE_BYTES, embed_json, write_report
+from empo2_jax.run_record import record_command
 
 ATTACK = "</script><script>alert(1)</script><b>&amp;"
 VOID = {"meta", "input", "br", "link", "img"}

@@ -39,7 +39,6 @@ class EnvironmentFamily(Protocol):
     """What `from_config` of an environment module gives for `[env]`: tasks, prompts, and shared environments."""
 
     name: str
-    max_score: float  # points of a perfect episode
 
     def tasks(self, split: str) -> list[Task]:
         """Tasks of "train", "dev" or "test" in a fixed order, as configured."""

@@ -137,7 +137,6 @@ class ScienceWorldFamily:
     """Tasks, prompts and pooled environments; made by `family`."""
 
     name = NAME
-    max_score = scienceworld_text.MAX_SCORE
 
     def __init__(
         self,

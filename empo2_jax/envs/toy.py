@@ -109,7 +109,6 @@ class ToyFamily:
     """All houses with their prompts."""
 
     name = "toy"
-    max_score = 100.0
 
     def __init__(self, variations: Sequence[int]):
         self._variations = tuple(variations)

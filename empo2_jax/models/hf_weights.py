@@ -19,6 +19,7 @@ from empo2_jax.errors import DataError
 from empo2_jax.models.hf_folder import TensorReader, copy_tokenizer, new_folder, read_json, write_json, write_tensors
 from empo2_jax.models.qwen2 import Qwen2, Qwen2Config
 from empo2_jax.models.sharding import check_divides, shardings
+from empo2_jax.ops.attention_kernels import platform_of, resolve
 
 Params = Mapping[Any, Any]  # an `nnx.State`, whose own annotation the run-time type checker cannot read
 
@@ -28,20 +29,26 @@ def read_config(folder: Path) -> Qwen2Config:
     return Qwen2Config.from_hf(read_json(Path(folder) / "config.json"))
 
 
-def load_model(folder: Path, *, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None) -> Qwen2:
+def load_model(
+    folder: Path, *, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None, attention: str = "xla"
+) -> Qwen2:
     """Read a folder into a model with f32 parameters that computes in `dtype`.
 
     With a mesh every parameter is placed by `sharding.shardings`; without one it goes to the default device.
+    `attention` is `model.attention` of the configuration and resolved here, for the devices of the parameters.
 
     Raises:
         DataError: a file or tensor is missing, truncated, of the wrong shape or unknown; named in the message.
-        ConfigError: config.json has a key that cannot be honored, or a size does not divide over the mesh.
+        ConfigError: config.json has a key that cannot be honored, a size does not divide over the mesh, or these
+            devices cannot run that attention.
     """
     folder = Path(folder)
     config = read_config(folder)
     if mesh is not None:
         check_divides(config, mesh.shape["fsdp"], mesh.shape["tensor"])
-    abstract = nnx.eval_shape(lambda: Qwen2(config, rngs=nnx.Rngs(0), dtype=dtype))
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    kernel = resolve(attention, platform_of(device), dtype, config.head_dim)
+    abstract = nnx.eval_shape(lambda: Qwen2(config, rngs=nnx.Rngs(0), dtype=dtype, attention=kernel))
     graph, params = nnx.split(abstract)
     reader = TensorReader(folder)
     _check_names(folder, reader.names, named(params).keys(), config)

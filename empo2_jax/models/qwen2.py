@@ -9,6 +9,7 @@ There is no language-model head here: the model returns hidden states, and `ops/
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -18,9 +19,10 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Float32, Int32
 
 from empo2_jax.models.qwen2_config import Qwen2Config, rope_frequencies
-from empo2_jax.models.sharding import constrain
+from empo2_jax.models.sharding import constrain, spec
 from empo2_jax.models.vocabulary import embed
-from empo2_jax.ops.attention import cached_attention, segment_attention
+from empo2_jax.ops.attention import cached_attention
+from empo2_jax.ops.attention_kernels import KERNELS
 
 __all__ = ["REMAT_POLICIES", "KVCache", "Qwen2", "Qwen2Config", "init_cache"]
 
@@ -140,9 +142,10 @@ class Block(nnx.Module):
 class Qwen2(nnx.Module):
     """The decoder; attribute paths equal Hugging Face tensor names after `model.`."""
 
-    def __init__(self, config: Qwen2Config, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
+    def __init__(self, config: Qwen2Config, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32, attention: str = "xla"):
         self.config = config
         self.dtype = jnp.dtype(dtype)
+        self.attention = attention  # name in `ops.attention_kernels.KERNELS`; of packed rows, not of the cache
         self.embed_tokens = Embedding(config, rngs)
         self.layers = nnx.List([Block(config, layer, rngs) for layer in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -171,7 +174,7 @@ class Qwen2(nnx.Module):
         """
 
         def attend(window: int | None, q: Array, k: Array, v: Array) -> Array:
-            return segment_attention(q, k, v, positions, segment_ids, window)
+            return _packed_attention(self.attention, window, q, k, v, positions, segment_ids)
 
         x, rotation = self._embed(token_ids), self._rotation(positions)
         # One loop over stacked weights for each run of equal layers: 30 unrolled ones take a minute to compile.
@@ -227,6 +230,26 @@ class Qwen2(nnx.Module):
         frequencies, stretch = rope_frequencies(self.config)
         angles = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)[None, None]
         return jnp.cos(angles) * stretch, jnp.sin(angles) * stretch
+
+
+def _packed_attention(
+    name: str,
+    window: int | None,
+    q: Float[Array, "B T H d"],
+    k: Float[Array, "B T K d"],
+    v: Float[Array, "B T K d"],
+    positions: Int32[Array, "B T"],
+    segment_ids: Int32[Array, "B T"],
+) -> Float[Array, "B T H d"]:
+    """Run a kernel; the compiler cannot split a fused one, so on a mesh each device has its own rows and heads."""
+    kernel = partial(KERNELS[name], window=window)
+    if name != "xla" and not jax.sharding.get_abstract_mesh().empty:
+        rows, queries, pairs = (
+            spec("batch", "length", *axes) for axes in ((), ("heads", "head_dim"), ("kv_heads", "head_dim"))
+        )
+        places = (queries, pairs, pairs, rows, rows)
+        kernel = jax.shard_map(kernel, in_specs=places, out_specs=queries, check_vma=False)
+    return kernel(q, k, v, positions, segment_ids)
 
 
 def _kernel(axes: tuple[str, str], shape: tuple[int, int], std: float, rngs: nnx.Rngs) -> nnx.Param:

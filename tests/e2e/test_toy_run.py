@@ -101,7 +101,7 @@ def test_the_run_directory_has_all_that_is_promised(toy_run: Path) -> None:
     } <= files
     for folder in ("tensorboard", "checkpoints/2/state", "checkpoints/2/memory", "checkpoints/2/novelty"):
         assert any(name.startswith(f"{folder}/") for name in files), folder
-    assert not [name for name in files if ".tmp" in name or ".draft" in name]
+    assert not [name for name in files if ".tmp" in name or ".start-" in name]
     assert [record["label"] for record in read_jsonl(toy_run / "evaluations.jsonl")] == ["start", "end"]
     assert len(read_jsonl(toy_run / "episodes/1.jsonl")) == 16
 

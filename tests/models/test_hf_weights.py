@@ -89,6 +89,13 @@ def test_a_mesh_places_every_parameter(tmp_path: Path) -> None:
     np.testing.assert_array_equal(loaded.head, named(params())["lm_head.weight"][...])
 
 
+def test_attention_is_resolved_for_the_devices(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model")
+    assert load_model(folder, attention="auto").attention == "xla"
+    with pytest.raises(ConfigError, match=r"model\.attention = 'splash' needs a TPU, not cpu"):
+        load_model(folder, attention="splash")
+
+
 def test_tokenizer_files_come_along(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()

@@ -14,34 +14,50 @@ from empo2_jax.models.qwen2 import Qwen2, Qwen2Config
 from empo2_jax.models.sharding import batch_shards, check_divides, make_mesh, partition, shardings
 
 FOUR_DEVICES = """
+from functools import partial
 import jax, jax.numpy as jnp, numpy as np
 from flax import nnx
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from empo2_jax.models.qwen2 import Qwen2, Qwen2Config
 from empo2_jax.models.sharding import make_mesh, shardings
+from empo2_jax.ops.attention_kernels import KERNELS, splash_attention
 
-config = Qwen2Config(vocab_size=32, hidden_size=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4,
+KERNELS["splash"] = partial(splash_attention, interpret=True)
+cudnn.check_cudnn_version = lambda: 91000
+
+config = Qwen2Config(vocab_size=32, hidden_size=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8,
                      intermediate_size=24)
-graph, params = nnx.split(Qwen2(config, rngs=nnx.Rngs(0)))
+params = nnx.split(Qwen2(config, rngs=nnx.Rngs(0)))[1]
 ids = jnp.arange(32, dtype=jnp.int32).reshape(4, 8)
 positions, segments = jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32), (4, 8)), jnp.ones((4, 8), jnp.int32)
 
-@jax.jit
-def loss(params):
-    model = nnx.merge(graph, params)
-    return jnp.sum(jnp.sin(model(ids, positions, segments, remat="full") @ model.head.T))
+def of(attention, dtype=jnp.float32):
+    graph = nnx.split(Qwen2(config, rngs=nnx.Rngs(0), dtype=dtype, attention=attention))[0]
 
-expected, gradients = jax.value_and_grad(loss)(params)
+    def loss(params):
+        model = nnx.merge(graph, params)
+        return jnp.sum(jnp.sin(model(ids, positions, segments, remat="full") @ model.head.T))
+
+    return jax.value_and_grad(loss)
+
+expected, gradients = jax.jit(of("xla"))(params)
 mesh = make_mesh(jax.devices(), 1, 2, 2)
 places = shardings(params, mesh)
 placed = jax.device_put(params, places)
 q = placed["layers"][0]["self_attn"]["q_proj"]
-assert q["weight"][...].addressable_shards[0].data.shape == (8, 8), "heads over tensor, embed over fsdp"
-assert q["bias"][...].addressable_shards[0].data.shape == (8,)
+assert q["weight"][...].addressable_shards[0].data.shape == (16, 8), "heads over tensor, embed over fsdp"
+assert q["bias"][...].addressable_shards[0].data.shape == (16,)
+for attention in ("xla", "splash"):
+    with jax.set_mesh(mesh):
+        got, sharded = jax.jit(of(attention), out_shardings=(None, places))(placed)
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    for one, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(sharded), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
 with jax.set_mesh(mesh):
-    got, sharded = jax.jit(jax.value_and_grad(loss), out_shardings=(None, places))(placed)
-np.testing.assert_allclose(got, expected, rtol=1e-5)
-for one, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(sharded), strict=True):
-    np.testing.assert_allclose(one, other, atol=1e-4)
+    traced = jax.jit(of("cudnn", jnp.bfloat16), out_shardings=(None, places)).trace(placed)
+program = traced.lower(lowering_platforms=("cuda",)).as_text()
+calls = [line for line in program.splitlines() if "custom_call @__cudnn" in line]
+assert ["tensor<2x8x2x8xbf16>, tensor<2x8x1x8xbf16>" in line for line in calls] == [True] * 3, "rows, heads of a device"
 print("equal")
 """
 

@@ -1,0 +1,55 @@
+"""What a run directory says of itself: its configuration, how it was started, and who may go on in it.
+
+Checkpoints hold the state (`checkpoint.py`); this is about the experiment that they belong to.
+"""
+
+import json
+import os
+import platform
+import shlex
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from empo2_jax.config import Config
+from empo2_jax.errors import CheckpointError
+from empo2_jax.metrics import write_atomically
+
+CONFIG_FILE, FACTS_FILE = "config.toml", "run.json"
+MAY_DIFFER = (  # keys that a resumed run may change: they do not reach the numbers, or only by rounding (of the model)
+    "run.name", "run.dir", "run.iterations", "run.tensorboard", "run.episodes_logged",
+    "env.workers", "env.step_timeout_s", "evaluation.every", "checkpoint.", "model.mesh", "model.remat",
+    "model.attention", "update.offload_moments",
+)  # fmt: skip
+
+
+def record_command(run_dir: Path, arguments: Sequence[str]) -> None:
+    """Write `run.json`, the facts at the head of the report: command line, start time, versions."""
+    facts = {
+        "command": shlex.join(arguments),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "empo2_jax": version("empo2_jax"),
+        "jax": version("jax"),
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+    }
+    write_atomically(run_dir / FACTS_FILE, json.dumps(facts, ensure_ascii=False, indent=1) + "\n")
+
+
+def check_same_run(saved: Config, new: Config) -> None:
+    """Raise `CheckpointError` naming the first three keys that differ, except those of `MAY_DIFFER`."""
+    before, now = _flat(saved), _flat(new)
+    differ = [f"{key} = {value!r}, now it is {now[key]!r}" for key, value in before.items() if now[key] != value]
+    if differ:
+        more = f"; and {len(differ) - 3} more" if len(differ) > 3 else ""
+        raise CheckpointError(
+            f"{new.run_dir}: the run was started with {'; with '.join(differ[:3])}{more}; "
+            "use another run.dir or the old values"
+        )
+
+
+def _flat(config: Config) -> dict[str, Any]:
+    pairs = ((f"{name}.{key}", value) for name, section in config for key, value in section)
+    return {key: value for key, value in pairs if not key.startswith(MAY_DIFFER)}
