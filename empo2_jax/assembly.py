@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -20,7 +20,8 @@ from empo2_jax.errors import ConfigError, DataError
 from empo2_jax.memory.base import Embedder, VectorIndex
 from empo2_jax.memory.novelty import NoveltyStore
 from empo2_jax.memory.tips import TipMemory
-from empo2_jax.models.hf_weights import load_model
+from empo2_jax.models.hf_weights import load_model, weights_hash
+from empo2_jax.models.lora import adapt, split
 from empo2_jax.models.qwen2 import Qwen2
 from empo2_jax.models.sharding import make_mesh
 from empo2_jax.models.tokenizer import Tokenizer
@@ -56,9 +57,14 @@ def model_folder(path: str) -> Path:
         return assets.smollm2()
     if Path(path).is_dir():
         return Path(path)
-    if path.count("/") == 1 and not path.startswith((".", "/")):
+    if is_hub_id(path):
         return assets.from_hub(path)
     raise DataError(f"model.path = {path!r}: no such folder, and neither `toy`, `smollm2-135m-instruct` nor a hub id")
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether `model.path` names a model of the hub rather than a folder."""
+    return path.count("/") == 1 and not path.startswith((".", "/")) and not Path(path).is_dir()
 
 
 def load_policy(config: ModelConfig, folder: Path | None = None) -> Policy:
@@ -69,6 +75,21 @@ def load_policy(config: ModelConfig, folder: Path | None = None) -> Policy:
     model = load_model(folder, dtype=config.compute_dtype, mesh=mesh, attention=config.attention)
     tokenizer.check_fits(model.config.vocab_size, folder)
     return Policy(model, tokenizer, folder, mesh)
+
+
+class Parts(NamedTuple):
+    """A policy as the learner takes it."""
+
+    graphdef: nnx.GraphDef
+    trainable: Any
+    frozen: Any
+    base: str  # hash of the weights that adapters belong to; empty without adapters
+
+
+def learner_parts(config: Config, policy: Policy) -> Parts:
+    """What is trained of a policy and what stays: everything and nothing, or new adapters and the policy's arrays."""
+    parts = split(adapt(policy.model, config.lora, config.run.seed, policy.mesh))
+    return Parts(*parts, weights_hash(policy.folder) if config.lora.enabled else "")
 
 
 def make_family(experiment: Config) -> EnvironmentFamily:

@@ -272,6 +272,12 @@ class RunLock:
         self._file.close()
 
 
+def check_same_base(run_dir: Path, cursor: dict[str, Any], base: str, folder: Path) -> None:
+    """Raise `CheckpointError` if a checkpoint's adapter is not one of the weights in `folder`, whose hash is `base`."""
+    if cursor.get("base", "") != base:
+        raise CheckpointError(f"{run_dir}: its adapter belongs to other weights than those in {folder}; restore these")
+
+
 def _named(tree: Any) -> dict[str, Any]:
     """Leaves by their path, so that what is stored does not depend on the classes of the containers."""
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}

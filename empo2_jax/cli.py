@@ -139,6 +139,7 @@ def build_parser() -> Parser:
     to_hf = _command(convert, "to-hf", _to_hf, "a run's policy to a Hugging Face folder")
     _run_options(to_hf)
     to_hf.add_argument("out", type=Path, metavar="DIR", help="new folder")
+    to_hf.add_argument("--adapter", action="store_true", help="the LoRA adapter alone, for PEFT (default: merged)")
     _command(convert, "smollm2", _smollm2, "download SmolLM2-135M-Instruct and convert it into the cache")
 
     report = _command(commands, "report", _report, "write report.html from the files of a run")
@@ -331,10 +332,11 @@ def _from_gguf(options: argparse.Namespace) -> int:
 
 
 def _to_hf(options: argparse.Namespace) -> int:
-    from empo2_jax.trained import export_run
+    from empo2_jax.trained import export_adapter, export_run
 
-    step = export_run(options.run, options.out, options.step)
-    print(f"{options.out}: policy of checkpoint {step}")
+    export = export_adapter if options.adapter else export_run
+    step = export(options.run, options.out, options.step)
+    print(f"{options.out}: {'adapter' if options.adapter else 'policy'} of checkpoint {step}")
     return 0
 
 

@@ -7,7 +7,7 @@ key is an error that names the nearest known one. Code below `trainer.run` recei
 import difflib
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -16,6 +16,8 @@ from empo2_jax.errors import ConfigError
 Probability = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[float, Field(ge=0)]
+Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TARGETS: tuple[Target, ...] = get_args(Target)
 
 
 class Section(BaseModel):
@@ -173,6 +175,22 @@ class UpdateConfig(Section):
         return self
 
 
+class LoraConfig(Section):
+    """Low-rank adapters: updates train them alone and the start's weights stay. A warm start trains all weights."""
+
+    enabled: bool = Field(False, description="train adapters instead of all weights")
+    rank: Positive = Field(16, description="r: columns of an adapter's two matrices")
+    alpha: float = Field(32.0, gt=0, description="an adapter's output is scaled by alpha / rank")
+    targets: tuple[Target, ...] = Field(
+        TARGETS, strict=False, min_length=1, description="linear layers with an adapter"
+    )
+
+    @property
+    def scale(self) -> float:
+        """Factor of an adapter's output."""
+        return self.alpha / self.rank
+
+
 class EvaluationConfig(Section):
     """The fixed panel: no memory, fixed seeds."""
 
@@ -218,6 +236,7 @@ class Config(Section):
     memory: MemoryConfig = MemoryConfig()
     intrinsic: IntrinsicConfig = IntrinsicConfig()
     update: UpdateConfig = UpdateConfig()
+    lora: LoraConfig = LoraConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     warmstart: WarmstartConfig = WarmstartConfig()

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from empo2_jax.config import Config, parse_config
 from empo2_jax.hardware import HARDWARE, Hardware
 from empo2_jax.models.qwen2_sizes import QWEN2_5
-from empo2_jax.planning import COPIES, GIB, MOST_DEVICES, SHARE, Plan, preset, shape_of, smallest
+from empo2_jax.planning import GIB, MOST_DEVICES, SHARE, Plan, preset, shape_of, smallest
 
 TABLE_COMMAND = "empo2 plan --table > docs/plan.md"
 
@@ -15,11 +15,12 @@ def lines(plan: Plan, config: Config) -> list[str]:
     chip, update, needed = plan.chip, config.update, plan.kv_tokens * plan.kv_token
     source = "the compiler's" if plan.compiled else "a formula's"
     held = "weights {:.2f}, moments {:.2f} on the host" if plan.offload else "weights {:.2f}, moments {:.2f}"
+    start = " and of the start" if plan.copies > 1 else ""
     arguments = plan.weights + plan.batch + (0 if plan.offload else plan.moments)
     memory = [
         ("arguments", arguments, f"f32 {held.format(plan.weights / GIB, plan.moments / GIB)}, batch"),
-        ("gradients", plan.weights, "f32, summed in place over micro-batches"),
-        ("copies", COPIES * plan.weights, "f32 weights of the engine and of the start"),
+        ("gradients", plan.trained, "f32, summed in place over micro-batches"),
+        ("copies", plan.copies * plan.weights, f"f32 weights of the engine{start}"),
         ("temporaries", plan.temporaries, f"upper estimate ({source})"),
         ("peak", plan.peak, f"of {chip.memory_gib:.2f}"),
         ("KV room", plan.kv_room, f"{config.rollout.slots} slots, {plan.kv_tokens:,} tokens, need {needed / GIB:.2f}"),

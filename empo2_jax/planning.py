@@ -20,12 +20,13 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
 
-from empo2_jax.config import Config
+from empo2_jax.config import Config, LoraConfig
 from empo2_jax.errors import ConfigError
 from empo2_jax.hardware import Hardware, find_hardware
 from empo2_jax.learner.optim import policy_optimizer
 from empo2_jax.learner.step import Learner
 from empo2_jax.models.hf_folder import read_json
+from empo2_jax.models.lora import adapt, split
 from empo2_jax.models.qwen2 import Qwen2
 from empo2_jax.models.qwen2_config import Qwen2Config
 from empo2_jax.models.qwen2_sizes import QWEN2_5, size_in
@@ -35,9 +36,10 @@ from empo2_jax.ops.losses import policy_loss
 from empo2_jax.types import TrainBatch
 
 GIB = 2**30
+ALL_WEIGHTS = LoraConfig()
 SHARE = 0.4  # of the bf16 peak, recomputation not counted: what a well-tuned update reaches
 MOST_DEVICES = 1024  # tried when looking for a number that fits
-COPIES = 2  # of the f32 weights beside the learner's: the engine's and the start's
+COPIES = 2  # of the f32 weights beside the learner's: the engine's and the start's; the start of adapters is their base
 _TIP_REQUEST = 256  # tokens of a slot beyond the episode and the tip
 _HEAD_CHUNK = 512  # tokens whose logits exist at a time
 _COMPILED_LAYERS = 3
@@ -57,7 +59,9 @@ class Plan:
     length: int  # tokens of a row
     capacity: int  # action tokens of a shard that go to the head
     weights: int
+    trained: int  # part of them that has gradients and moments
     moments: int
+    copies: int  # of all weights
     batch: int
     temporaries: int
     compiled: bool  # temporaries are the compiler's, not the formula's
@@ -79,10 +83,11 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Most memory at once, without the cache: while a gradient is added, or while the sum is applied."""
-        resident = (2 + COPIES) * self.weights  # weights, gradients, copies
+        """Most memory at once, without the cache: while a gradient is added or applied, or the engine is loaded."""
+        resident = (1 + self.copies) * self.weights + self.trained  # weights, copies, gradients
         adding = self.batch + self.temporaries + (0 if self.offload else self.moments)
-        return resident + max(adding, self.moments + self.weights * 3 // 2)
+        loading = self.weights - self.trained
+        return resident + max(adding, self.moments + self.trained * 3 // 2, self.moments + loading)
 
     @property
     def kv_room(self) -> int:
@@ -119,13 +124,16 @@ def shape_of(path: str) -> tuple[str, Qwen2Config]:
 
 
 @cache
-def _abstract(shape: Qwen2Config, dtype: str = "float32") -> tuple[nnx.GraphDef, Any]:
-    return nnx.split(nnx.eval_shape(lambda: Qwen2(shape, rngs=nnx.Rngs(0), dtype=jnp.dtype(dtype))))
+def _abstract(
+    shape: Qwen2Config, dtype: str = "float32", lora: LoraConfig = ALL_WEIGHTS
+) -> tuple[nnx.GraphDef, Any, Any]:
+    """Structure, trained and frozen parameters."""
+    return split(nnx.eval_shape(lambda: adapt(Qwen2(shape, rngs=nnx.Rngs(0), dtype=jnp.dtype(dtype)), lora, 0)))
 
 
 @cache
-def weight_bytes(shape: Qwen2Config, fsdp: int, tensor: int) -> int:
-    """Bytes of the f32 parameters on one device, exact.
+def weight_bytes(shape: Qwen2Config, fsdp: int, tensor: int, lora: LoraConfig = ALL_WEIGHTS) -> int:
+    """Bytes on one device of the f32 parameters that are trained, exact: of all of them, or of the adapters.
 
     Raises:
         ConfigError: the mesh does not divide the model.
@@ -134,7 +142,7 @@ def weight_bytes(shape: Qwen2Config, fsdp: int, tensor: int) -> int:
     mesh = AbstractMesh((1, fsdp, tensor), MESH_AXES)
 
     def of_layers(count: int) -> int:
-        params = _abstract(replace(shape, num_layers=count))[1]
+        params = _abstract(replace(shape, num_layers=count), lora=lora)[1]
         pairs = zip(jax.tree.leaves(params), jax.tree.leaves(shardings(params, mesh)), strict=True)
         return sum(math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf, place in pairs)
 
@@ -142,11 +150,19 @@ def weight_bytes(shape: Qwen2Config, fsdp: int, tensor: int) -> int:
     return one + (shape.num_layers - 1) * (two - one)
 
 
-def temporary_bytes(shape: Qwen2Config, mesh: Mesh3, rows: int, length: int, capacity: int, remat: str = "full") -> int:
+def temporary_bytes(
+    shape: Qwen2Config,
+    mesh: Mesh3,
+    rows: int,
+    length: int,
+    capacity: int,
+    remat: str = "full",
+    lora: LoraConfig = ALL_WEIGHTS,
+) -> int:
     """Upper estimate of what adding one gradient needs on one device beyond its arguments and its result.
 
-    All in f32, which the CPU compiler widens to: the layers' weights stacked and their gradients, what is kept of each
-    layer, the larger of one layer's and the head's working set, and the two ends of the vocabulary.
+    All in f32, which the CPU compiler widens to: the layers' weights stacked, the gradients of those that are trained,
+    what is kept of each layer, the larger of one layer's and the head's working set, and the vocabulary's two ends.
     """
     data, fsdp, tensor = mesh
     tokens, shards = rows // (data * fsdp) * length, fsdp * tensor
@@ -158,8 +174,12 @@ def temporary_bytes(shape: Qwen2Config, mesh: Mesh3, rows: int, length: int, cap
     scores = 14 * rows // (data * fsdp) * min(QUERY_CHUNK, length) * heads / shape.head_dim * length
     working = 2 * layer / tensor + tokens * (4 * mlp + 4 * heads + (6 if tensor == 1 else 28) * d) + scores
     head = 3 * min(_HEAD_CHUNK, capacity * fsdp) * vocab + 3 * capacity * fsdp * d
-    ends = 3 * vocab * d + tokens * fsdp * d  # the vocabulary's gradients and what its two ends exchange
-    return int(4 * (2 * layer / shards * shape.num_layers + kept + max(working, head) + ends))
+    ends = (
+        1 if lora.enabled else 3
+    ) * vocab * d + tokens * fsdp * d  # the vocabulary's gradients, and what is exchanged
+    stacked = layer / shards * shape.num_layers
+    gradients = weight_bytes(shape, fsdp, tensor, lora) / 2 if lora.enabled else stacked  # and the adapters stacked
+    return int(4 * (stacked + gradients + kept + max(working, head) + ends))
 
 
 def _layer_matrices(shape: Qwen2Config) -> int:
@@ -174,8 +194,13 @@ def forward_flops(shape: Qwen2Config, tokens: int, context: int, actions: int) -
     return tokens * layers + 2 * actions * shape.vocab_size * shape.hidden_size
 
 
-def _traffic(shape: Qwen2Config, mesh: Mesh3, tokens: int, capacity: int, width: int, remat: str) -> dict[str, float]:
-    """Bytes one device sends for a micro-batch of `tokens` per shard: ring algorithms, `width` bytes per activation."""
+def _traffic(
+    shape: Qwen2Config, mesh: Mesh3, tokens: int, capacity: int, width: int, remat: str, adapter: int
+) -> dict[str, float]:
+    """Bytes one device sends for a micro-batch of `tokens` per shard: ring algorithms, `width` bytes per activation.
+
+    Gradients are those of an adapter of so many bytes on a device, or of all weights if it is 0.
+    """
     _, fsdp, tensor = mesh
     passes = 1 if remat == "none" else 2  # a recomputed layer gathers and reduces again
     matrices = shape.num_layers * _layer_matrices(shape) / tensor
@@ -184,10 +209,10 @@ def _traffic(shape: Qwen2Config, mesh: Mesh3, tokens: int, capacity: int, width:
     ends = 2 * (tokens + capacity) * fsdp * shape.hidden_size * width
     found = {
         "all-gather of weights (fsdp)": (passes + (passes == 1)) * matrices * width * ring["fsdp"],
-        "reduce-scatter of gradients (fsdp)": matrices * 4 * ring["fsdp"],
+        "reduce-scatter of gradients (fsdp)": (adapter * fsdp or matrices * 4) * ring["fsdp"],
         "exchange at embedding and head (fsdp)": ends * ring["fsdp"],
         "all-reduce of activations (tensor)": (sums + ends) * 2 * ring["tensor"],
-        "all-reduce of gradients (data)": shape.num_parameters / (fsdp * tensor) * 4 * 2 * ring["data"],
+        "all-reduce of gradients (data)": (adapter or shape.num_parameters / (fsdp * tensor) * 4) * 2 * ring["data"],
     }
     return {what: size for what, size in found.items() if size}
 
@@ -214,7 +239,10 @@ def plan_on(config: Config, name: str, shape: Qwen2Config, chip: Hardware, mesh:
     ledger_rows = math.ceil(episodes / rows) * rows
     useful = forward_flops(shape, rollout.max_length, rollout.max_length, actions)
     padded = forward_flops(shape, length, length, actions)
-    weights = weight_bytes(shape, fsdp, tensor)
+    weights, lora = weight_bytes(shape, fsdp, tensor), config.lora.enabled
+    adapter = weight_bytes(shape, fsdp, tensor, config.lora) if lora else 0
+    trained = adapter or weights
+    passes = 2 if lora else 3  # of an update; frozen weights have no gradient, and an adapter's own work is little
     width = np.dtype(np.float32).itemsize if config.model.compute_dtype == "float32" else 2
     return Plan(
         name=name,
@@ -224,10 +252,12 @@ def plan_on(config: Config, name: str, shape: Qwen2Config, chip: Hardware, mesh:
         rows=rows,
         length=length,
         capacity=capacity,
-        weights=weights,
-        moments=2 * weights,
+        weights=weights + adapter,
+        trained=trained,
+        moments=2 * trained,
+        copies=COPIES - 1 if lora else COPIES,
         batch=per_shard * sum(np.dtype(_DTYPES.get(field, "f4")).itemsize for field in TrainBatch._fields),
-        temporaries=temporary_bytes(shape, mesh, rows, length, capacity, config.model.remat),
+        temporaries=temporary_bytes(shape, mesh, rows, length, capacity, config.model.remat, config.lora),
         compiled=False,
         offload=update.offload_moments,
         kv_token=2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * width / math.prod(mesh),
@@ -235,9 +265,9 @@ def plan_on(config: Config, name: str, shape: Qwen2Config, chip: Hardware, mesh:
         episodes=episodes,
         updates=updates * update.epochs,
         micro_batches=micro,
-        model_flops=float(episodes * useful * (ledgers + 3 * update.epochs)),
-        padded_flops=float(padded * (ledger_rows * ledgers + 3 * update.epochs * updates * micro * rows)),
-        traffic=_traffic(shape, mesh, per_shard, capacity, width, config.model.remat),
+        model_flops=float(episodes * useful * (ledgers + passes * update.epochs)),
+        padded_flops=float(padded * (ledger_rows * ledgers + passes * update.epochs * updates * micro * rows)),
+        traffic=_traffic(shape, mesh, per_shard, capacity, width, config.model.remat, adapter),
         share=share,
     )
 
@@ -299,11 +329,12 @@ def virtual_devices(count: int) -> None:
 def lower_update(plan: Plan, config: Config) -> tuple[jax.stages.Lowered, jax.stages.Lowered]:
     """Both programs of an update (see `Learner.lower`) for as many devices as the mesh has; nothing is allocated."""
     mesh = make_mesh(jax.devices(), *plan.mesh)
-    graphdef, params = _abstract(plan.shape, config.model.compute_dtype)
+    graphdef, *parts = _abstract(plan.shape, config.model.compute_dtype, config.lora)
 
     def place(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
+    params, frozen = (jax.tree.map(place, part, shardings(part, mesh)) for part in parts)
     over_rows = NamedSharding(mesh, spec("batch", "length"))
     size = (plan.rows, plan.length)
     fields = [np.dtype(_DTYPES.get(field, "f4")) for field in TrainBatch._fields]
@@ -312,11 +343,12 @@ def lower_update(plan: Plan, config: Config) -> tuple[jax.stages.Lowered, jax.st
         graphdef,
         policy_optimizer(config.update),
         partial(policy_loss, clip_low=0.2, clip_high=0.3, dual_clip=10.0),
+        frozen=frozen,
         temperature=config.rollout.temperature,
         remat=config.model.remat,
         mesh=mesh,
     )
-    return learner.lower(jax.tree.map(place, params, shardings(params, mesh)), TrainBatch._make(batch), plan.capacity)
+    return learner.lower(params, TrainBatch._make(batch), plan.capacity)
 
 
 def compiled(plan: Plan, config: Config) -> Plan:
@@ -330,6 +362,6 @@ def compiled(plan: Plan, config: Config) -> Plan:
     # Buffers are assigned before code is optimized, and this code will not run.
     memory = adding.compile(compiler_options={"xla_backend_optimization_level": "0"}).memory_analysis()
     assert memory is not None, "the CPU's compiler reports its buffers"
-    sizes = (plan.mesh, plan.rows, plan.length, plan.capacity, config.model.remat)
+    sizes = (plan.mesh, plan.rows, plan.length, plan.capacity, config.model.remat, config.lora)
     rest = temporary_bytes(plan.shape, *sizes) - temporary_bytes(short.shape, *sizes)
     return replace(plan, temporaries=memory.temp_size_in_bytes + rest, compiled=True)

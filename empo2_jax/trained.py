@@ -10,14 +10,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from empo2_jax import adaptation, assembly
-from empo2_jax.checkpoint import CheckpointStore
+from empo2_jax.checkpoint import CheckpointStore, check_same_base
 from empo2_jax.config import Config, load_config
 from empo2_jax.envs.base import EnvironmentFamily
-from empo2_jax.errors import CheckpointError, DataError
+from empo2_jax.errors import CheckpointError, ConfigError, DataError
 from empo2_jax.evaluation import evaluate, panel_tasks
 from empo2_jax.learner.step import LearnerState
 from empo2_jax.metrics import ADAPTATIONS_FILE, JsonLines, read_jsonl
 from empo2_jax.models.hf_weights import save_model
+from empo2_jax.models.lora import merged, save_adapter
 from empo2_jax.progress import note
 from empo2_jax.report import write_report
 from empo2_jax.rollout.collect import Collector
@@ -43,15 +44,23 @@ def checkpoint_folder(run_dir: Path, step: int | None = None) -> tuple[Checkpoin
 
 
 def load_trained(run_dir: Path, step: int | None = None) -> tuple[assembly.Policy, int]:
-    """The policy at a checkpoint and the checkpoint's step; the optimizer is not read."""
+    """The policy at a checkpoint, adapters merged in, and the checkpoint's step; the optimizer is not read."""
+    policy, params, frozen, chosen = _restored(run_dir, step)
+    nnx.update(policy.model, merged(params, frozen, run_config(run_dir).lora.scale))
+    return policy, chosen
+
+
+def _restored(run_dir: Path, step: int | None) -> tuple[assembly.Policy, Any, Any, int]:
+    """The policy at the start of the run; trained and frozen parameters of a checkpoint; its step."""
     config = run_config(run_dir)
     store, chosen = checkpoint_folder(run_dir, step)
     start = run_dir / "start"
     policy = assembly.load_policy(config.model, start if config.warmstart.updates else None)
-    wanted = LearnerState(policy.params, None, jnp.int32(0))  # None has no leaves: the moments are not read
-    state, _, _ = store.restore(chosen, wanted, partial=True)
-    nnx.update(policy.model, state.params)
-    return policy, chosen
+    parts = assembly.learner_parts(config, policy)
+    wanted = LearnerState(parts.trainable, None, jnp.int32(0))  # None has no leaves: the moments are not read
+    state, _, cursor = store.restore(chosen, wanted, partial=True)
+    check_same_base(run_dir, cursor, parts.base, policy.folder)
+    return policy, state.params, parts.frozen, chosen
 
 
 def evaluate_run(
@@ -135,6 +144,21 @@ def _collector(config: Config, policy: assembly.Policy) -> Generator[tuple[Colle
             collector.close()
     finally:
         family.close()
+
+
+def export_adapter(run_dir: Path, folder: Path, step: int | None = None) -> int:
+    """Write a run's adapter alone as a new folder for PEFT; returns the step it is from.
+
+    Raises:
+        ConfigError: the run trained all weights.
+    """
+    config = run_config(run_dir)
+    if not config.lora.enabled:
+        raise ConfigError(f"{run_dir}: lora.enabled = false: the run has no adapter; --adapter is for runs with one")
+    policy, adapters, _, chosen = _restored(run_dir, step)
+    from_hub = assembly.is_hub_id(config.model.path) and not config.warmstart.updates
+    save_adapter(folder, adapters, config.lora, config.model.path if from_hub else str(policy.folder.resolve()))
+    return chosen
 
 
 def export_run(run_dir: Path, folder: Path, step: int | None = None) -> int:

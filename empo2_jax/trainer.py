@@ -15,12 +15,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 from empo2_jax import assembly, warmstart
 from empo2_jax.alarms import count_skipped, refuse_many_failures, warn
 from empo2_jax.algorithms.base import StepAdvantages, group_metrics, valid_episodes
-from empo2_jax.checkpoint import CheckpointStore, RunLock
+from empo2_jax.checkpoint import CheckpointStore, RunLock, check_same_base
 from empo2_jax.config import Config, dump_toml, load_config
 from empo2_jax.data.packing import pack
 from empo2_jax.data.rows import build_rows, drop_unlikely_steps, minibatches, token_weights
@@ -31,6 +30,7 @@ from empo2_jax.learner.optim import policy_optimizer, policy_rate
 from empo2_jax.learner.step import Learner, LearnerState
 from empo2_jax.memory.novelty import PendingVisits, novelty_key
 from empo2_jax.metrics import EpisodeLog, JsonLines, MetricsLog, Stopwatch, TensorBoardSink, write_atomically
+from empo2_jax.models.lora import merged
 from empo2_jax.ops.losses import finalize_metrics, policy_loss
 from empo2_jax.progress import RunProgress, note
 from empo2_jax.randomness import generator
@@ -90,10 +90,11 @@ class Trainer:
         self.collector = assembly.make_collector(config, self.policy, self.engine, self.family)
         stack.callback(self.collector.close)
         self.writer = assembly.make_writer(config, self.policy, self.family) if config.algorithm.p_memory > 0 else None
+        self.parts = assembly.learner_parts(config, self.policy)
         self.learner = self._learner()
-        self.reference = _copy(self.policy.params) if config.algorithm.kl_coefficient > 0 else None
-        # The learner takes the policy's arrays over (and donates them); the engine is given a copy in `restore`.
-        self.state: LearnerState = self.learner.init(self.policy.params)
+        self.reference = _copy(self.parts.trainable) if config.algorithm.kl_coefficient > 0 else None
+        # The learner takes these arrays over (and donates them); the engine is given a copy in `restore`.
+        self.state: LearnerState = self.learner.init(self.parts.trainable)
         self.store = CheckpointStore(config.run_dir, config.checkpoint.keep)
         self.iteration = 0
         self._sampled = 0  # tokens of the newest rollout
@@ -113,9 +114,10 @@ class Trainer:
             mask_sign=algorithm.mask_sign,
         )
         return Learner(
-            nnx.split(self.policy.model)[0],
+            self.parts.graphdef,
             policy_optimizer(self.config.update),
             objective,
+            frozen=self.parts.frozen,
             temperature=self.config.rollout.temperature,
             remat=self.config.model.remat,
             mesh=self.policy.mesh,
@@ -136,13 +138,14 @@ class Trainer:
         cursor: dict[str, Any] = {}
         if step is not None:
             state, folder, cursor = self.store.restore(step, self.state)
+            check_same_base(self.config.run_dir, cursor, self.parts.base, self.policy.folder)
             self.store.set_aside_after(step)
             self.state = LearnerState(*state)
             self.memory.load(folder / "memory")
             self.novelty.load(folder / "novelty")
             self.iteration, self.totals = cursor["iteration"], cursor["totals"]
             self._skipped = cursor["skipped_in_a_row"]
-        self.engine.load(_copy(self.state.params), self.iteration)
+        self.engine.load(self._served(), self.iteration)
         sinks = [TensorBoardSink(self.config.run_dir)] if self.config.run.tensorboard else []
         self.metrics = MetricsLog(self.config.run_dir, cursor.get("metrics_lines", 0), sinks)
         self.evaluations = JsonLines(self.config.run_dir / "evaluations.jsonl", cursor.get("evaluation_lines", 0))
@@ -201,7 +204,7 @@ class Trainer:
         self.novelty.commit(pending)
         clock.lap("memory")
         self.iteration += 1
-        self.engine.load(_copy(self.state.params), self.iteration)
+        self.engine.load(self._served(), self.iteration)
         self.episode_log.write(
             self.iteration, [episode for group in groups for episode in group.episodes], self.config.run.episodes_logged
         )
@@ -324,6 +327,7 @@ class Trainer:
         """Write the checkpoint of this iteration."""
         cursor = {
             "iteration": self.iteration,
+            "base": self.parts.base,
             "totals": self.totals,
             "skipped_in_a_row": self._skipped,
             "metrics_lines": self.metrics.lines,
@@ -336,6 +340,10 @@ class Trainer:
             novelty_dump=self.novelty.dump,
             cursor=cursor,
         )
+
+    def _served(self) -> Any:
+        """Weights for the engine: no array of them will be donated."""
+        return merged(_copy(self.state.params), self.parts.frozen, self.config.lora.scale)
 
     def _traffic(self, groups: Sequence[EpisodeGroup]) -> dict[str, float]:
         """Count what was spent; modes as shares of the episodes."""

@@ -90,6 +90,13 @@ def test_mistakes_are_named(
     assert message in captured.err and captured.err.startswith("error: ") and captured.err.count("\n") == 1
 
 
+def test_a_run_of_all_weights_has_no_adapter_to_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.toml").write_text(dump_toml(Config()))
+    assert main(["convert", "to-hf", str(tmp_path), str(tmp_path / "out"), "--adapter"]) == 2
+    said = f"error: {tmp_path}: lora.enabled = false: the run has no adapter; --adapter is for runs with one\n"
+    assert capsys.readouterr().err == said
+
+
 def test_dry_run_prints_a_configuration_that_can_be_read_and_the_plan(
     config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

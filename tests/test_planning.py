@@ -38,6 +38,7 @@ config = parse_config({
     "model": {"compute_dtype": "bfloat16"},
     "rollout": {"max_length": 128}, "env": {"step_limit": 1},
     "update": {"buckets": [128], "micro_batch_tokens": 512},
+    "lora": {"enabled": LORA, "rank": 4},
 })
 for mesh in MESHES:
     plan = plan_on(config, "small", shape, HARDWARE["h200"], mesh)
@@ -48,7 +49,7 @@ for mesh in MESHES:
         "compiler": adding.temp_size_in_bytes,
         "applying_compiler": applying.temp_size_in_bytes,
         "shortened": compiled(plan, config).temporaries,
-        **{key: getattr(plan, key) for key in ("weights", "moments", "batch", "temporaries")},
+        **{key: getattr(plan, key) for key in ("weights", "trained", "moments", "batch", "temporaries")},
     }))
 """
 
@@ -67,7 +68,7 @@ def test_weights_on_a_device_by_hand() -> None:
 
 def test_arguments_and_temporaries_against_the_compiled_update(run_on_devices: Callable[[int, str], str]) -> None:
     meshes = [(2, 2, 2)]
-    for line in run_on_devices(8, COMPARE.replace("MESHES", str(meshes))).splitlines():
+    for line in run_on_devices(8, COMPARE.replace("MESHES", str(meshes)).replace("LORA", "False")).splitlines():
         found = json.loads(line)
         arguments = found["weights"] + found["moments"] + found["batch"]
         batch = found["adding"] - 2 * found["weights"]
@@ -77,6 +78,21 @@ def test_arguments_and_temporaries_against_the_compiled_update(run_on_devices: C
         assert found["compiler"] <= found["temporaries"] <= 2 * found["compiler"]
         assert found["applying_compiler"] <= 1.5 * found["weights"]
         assert found["shortened"] == pytest.approx(found["compiler"], rel=0.02)
+
+
+@pytest.mark.medium
+def test_an_adapters_arguments_and_temporaries_against_the_compiled_update(
+    run_on_devices: Callable[[int, str], str],
+) -> None:
+    source = COMPARE.replace("MESHES", "[(2, 2, 1)]").replace("LORA", "True")
+    found = json.loads(run_on_devices(4, source))
+    assert found["trained"] < 0.1 * found["weights"]
+    batch = found["adding"] - found["weights"] - found["trained"]
+    assert batch == found["batch"] - 4 * 128, "without a reference, its log-probs are placed and not passed"
+    assert 0 <= found["applying"] - 2 * found["trained"] - found["moments"] <= 16, "three scalars"
+    assert found["compiler"] <= found["temporaries"] <= 2 * found["compiler"]
+    assert found["applying_compiler"] <= 1.5 * found["trained"]
+    assert found["shortened"] == pytest.approx(found["compiler"], rel=0.02)
 
 
 def test_flops_of_a_forward_pass_by_hand() -> None:
@@ -108,6 +124,21 @@ def test_a_plan_by_hand() -> None:
     compute = plan.padded_flops / (0.4 * 989e12 * 4)
     assert plan.seconds == pytest.approx(compute + 2 * sum(plan.traffic.values()) / 450e9)
     assert plan.peak == 4 * plan.weights + plan.moments + plan.batch + plan.temporaries
+
+
+def test_a_plan_with_adapters_by_hand() -> None:
+    full, mesh = small(), (1, 2, 1)
+    lora = small(lora={"enabled": True, "rank": 2, "targets": ["q_proj", "down_proj"]})
+    one, other = (plan_on(config, "small", SMALL, HARDWARE["h100"], mesh) for config in (full, lora))
+    # Per layer and in halves over fsdp where the axis is embed: A of q [2, 16 / 2], B [16, 2]; A of down [2, 24], B.
+    adapter = 4 * 2 * (2 * 8 + 16 * 2 + 2 * 24 + 8 * 2)
+    assert (other.trained, other.weights, other.moments) == (adapter, one.weights + adapter, 2 * adapter)
+    assert one.trained == one.weights
+    assert other.model_flops == one.model_flops * 3 / 4  # a ledger, forward and half of backward
+    assert other.traffic["reduce-scatter of gradients (fsdp)"] == adapter * 2 / 2
+    assert other.peak == 2 * other.weights + 3 * adapter + other.batch + other.temporaries
+    light = dataclasses.replace(other, temporaries=0, batch=0)
+    assert light.peak == 3 * light.weights + 2 * adapter, "base and two generations of the engine's weights"
 
 
 def test_more_shards_than_rows_are_padding_and_a_reference_is_one_more_pass() -> None:

@@ -3,8 +3,10 @@
 The objective is injected; it sees log-probs and the batch and has no branch on the mode. Token weights carry the
 batch-global denominator, so the gradients of micro-batches, and of the shards of a batch, simply add up.
 
-Parameters, gradients and moments lie on the mesh as `models/sharding.py` says, the rows of a batch over `data` and
-`fsdp`. Which device computes what is the compiler's choice, except at the vocabulary (`models/vocabulary.py`).
+What is trained is apart from what is frozen: all parameters and none, or adapters and their base (`models/lora.py`).
+Gradients and moments exist of the first only. All lie on the mesh as `models/sharding.py` says, the rows of a batch
+over `data` and `fsdp`. Which device computes what is the compiler's choice, except at the vocabulary
+(`models/vocabulary.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +33,7 @@ Objective = Callable[
 
 
 class LearnerState(NamedTuple):
-    """All that an update changes: f32 master parameters, optimizer moments, count of updates."""
+    """All that an update changes: trained f32 master parameters, their optimizer moments, count of updates."""
 
     params: Any
     opt_state: Any
@@ -50,6 +52,7 @@ class Learner:
         optimizer: Optimizer,
         objective: Objective,
         *,
+        frozen: Any = None,
         temperature: float,
         remat: str,
         mesh: Mesh | None = None,
@@ -59,14 +62,16 @@ class Learner:
 
         Args:
             graphdef: Structure of the model.
-            optimizer: Of the parameters.
+            optimizer: Of the trained parameters.
             objective: The loss.
+            frozen: Parameters beside the trained ones that the model needs, placed; never changed or donated.
             temperature: Divides the logits.
             remat: Name in `models.qwen2.REMAT_POLICIES`.
             mesh: Where the parameters lie; None is the first device alone.
             offload_moments: Keep the moments in host memory between updates.
         """
         self._graphdef, self._optimizer, self._objective = graphdef, optimizer, objective
+        self._frozen = nnx.State({}) if frozen is None else frozen
         self._temperature, self._remat, self._offload = temperature, remat, offload_moments
         self._mesh = make_mesh(jax.devices(), 1, 1, 1) if mesh is None else mesh
         self.row_multiple = batch_shards(self._mesh)
@@ -87,7 +92,7 @@ class Learner:
     def logprobs(self, params: Any, batch: TrainBatch) -> tuple[np.ndarray, np.ndarray]:
         """(log-probs, entropies) f32[B, T] of the action tokens at the training temperature, nats; 0 elsewhere."""
         with jax.set_mesh(self._mesh):
-            logprobs, entropy = self._logprobs(params, self._place(batch), capacity=self._capacity(batch))
+            logprobs, entropy = self._logprobs(params, self._frozen, self._place(batch), capacity=self._capacity(batch))
         return np.asarray(logprobs), np.asarray(entropy)
 
     def update(self, state: LearnerState, batches: Sequence[TrainBatch]) -> tuple[LearnerState, dict[str, np.ndarray]]:
@@ -99,7 +104,8 @@ class Learner:
             grads, sums = self._zeros(state.params), None
             for batch in batches:
                 capacity = self._capacity(batch)
-                grads, item = self._accumulate(grads, state.params, self._place(batch), capacity=capacity)
+                placed = self._place(batch)
+                grads, item = self._accumulate(grads, state.params, self._frozen, placed, capacity=capacity)
                 sums = item if sums is None else self._sum(sums, item)
             assert sums is not None, "an update needs a batch"
             state, outcome = self._apply(state, grads, sums["loss"])
@@ -109,7 +115,7 @@ class Learner:
         """The two programs of an update, for abstract arrays that carry their shardings; nothing is placed or run.
 
         Args:
-            params: Parameters.
+            params: Trained parameters.
             batch: One micro-batch.
             capacity: Room for the action tokens of each shard.
 
@@ -121,7 +127,7 @@ class Learner:
         loss = jax.ShapeDtypeStruct((), jnp.float32, sharding=scalar)
         self._compile(state)
         with jax.set_mesh(self._mesh):
-            added = self._accumulate.lower(params, params, batch, capacity=capacity)
+            added = self._accumulate.lower(params, params, self._frozen, batch, capacity=capacity)
             return added, self._apply.lower(state, params, loss)
 
     def _compile(self, state: LearnerState) -> None:
@@ -133,19 +139,21 @@ class Learner:
         )
         self._apply = jax.jit(self._descend, out_shardings=(placement, None), donate_argnums=0)
 
-    def _forward(self, params: Any, batch: TrainBatch, capacity: int) -> tuple[Array, Array]:
-        model: Qwen2 = nnx.merge(self._graphdef, params)
+    def _forward(self, params: Any, frozen: Any, batch: TrainBatch, capacity: int) -> tuple[Array, Array]:
+        model: Qwen2 = nnx.merge(self._graphdef, params, frozen)
         token_ids, positions, segment_ids = map(jnp.asarray, (batch.token_ids, batch.positions, batch.segment_ids))
         hidden = model(token_ids, positions, segment_ids, remat=self._remat)
         mask = jnp.asarray(batch.loss_mask)
         return action_logprobs(hidden, model.head, token_ids, mask, temperature=self._temperature, capacity=capacity)
 
-    def _loss(self, params: Any, batch: TrainBatch, capacity: int) -> tuple[Array, dict[str, Array]]:
-        return self._objective(*self._forward(params, batch, capacity), batch)
+    def _loss(self, params: Any, frozen: Any, batch: TrainBatch, capacity: int) -> tuple[Array, dict[str, Array]]:
+        return self._objective(*self._forward(params, frozen, batch, capacity), batch)
 
-    def _add_gradient(self, total: Any, params: Any, batch: TrainBatch, capacity: int) -> tuple[Any, dict[str, Array]]:
+    def _add_gradient(
+        self, total: Any, params: Any, frozen: Any, batch: TrainBatch, capacity: int
+    ) -> tuple[Any, dict[str, Array]]:
         """Add the gradient of a batch in the place of `total`, so that no second whole gradient exists."""
-        (loss, sums), grads = jax.value_and_grad(self._loss, has_aux=True)(params, batch, capacity)
+        (loss, sums), grads = jax.value_and_grad(self._loss, has_aux=True)(params, frozen, batch, capacity)
         return jax.tree.map(jnp.add, total, grads), {**sums, "loss": loss}
 
     def _descend(self, state: LearnerState, grads: Any, loss: Array) -> tuple[LearnerState, dict[str, Array]]:

@@ -143,15 +143,21 @@ def write_tensors(
     if len(shards) == 1:
         files = [SINGLE]
     for file, names in zip(files, shards, strict=True):
-        tensors = {name: np.ascontiguousarray(read(name)) for name in names}
-        try:
-            save_file(tensors, folder / file, metadata={"format": "pt"})
-        except (SafetensorError, OSError) as error:
-            raise DataError(f"{folder / file}: cannot be written: {error}") from error
-        (folder / file).chmod(0o644)  # written as private; engines and colleagues read it too
+        write_file(folder / file, {name: read(name) for name in names})
     if len(shards) > 1:
         weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
+
+
+def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write one safetensors file; raises DataError if it cannot be written."""
+    try:
+        save_file(
+            {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, path, metadata={"format": "pt"}
+        )
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"{path}: cannot be written: {error}") from error
+    path.chmod(0o644)  # written as private; engines and colleagues read it too
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

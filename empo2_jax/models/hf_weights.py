@@ -4,6 +4,7 @@ Attribute paths of the model equal tensor names and kernels share their orientat
 one tensor at a time. Tokenizers are `models/tokenizer.py`.
 """
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,20 @@ Params = Mapping[Any, Any]  # an `nnx.State`, whose own annotation the run-time 
 def read_config(folder: Path) -> Qwen2Config:
     """Architecture of a folder; raises DataError (no file) or ConfigError (a key that cannot be honored)."""
     return Qwen2Config.from_hf(read_json(Path(folder) / "config.json"))
+
+
+def weights_hash(folder: Path) -> str:
+    """SHA-256 over names, shapes and f32 values of a folder's weights, whatever their files and stored dtype.
+
+    Raises:
+        DataError: a file or tensor is missing, truncated or of the wrong shape.
+    """
+    config, reader, digest = read_config(folder), TensorReader(Path(folder)), hashlib.sha256()
+    params = nnx.split(nnx.eval_shape(lambda: Qwen2(config, rngs=nnx.Rngs(0))))[1]
+    for name, variable in sorted(named(params).items()):
+        digest.update(f"{name} {variable.shape}\n".encode())
+        digest.update(np.ascontiguousarray(reader.read(name, variable.shape), np.float32).data)
+    return digest.hexdigest()
 
 
 def load_model(

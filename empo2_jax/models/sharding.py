@@ -28,6 +28,7 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "kv_heads": "tensor",
     "mlp": "tensor",
     "norm": None,
+    "rank": None,  # of an adapter
     "head_dim": None,
     "hidden": None,  # embedding axis of an activation and of the two vocabulary matrices
 }
