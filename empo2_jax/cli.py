@@ -26,6 +26,7 @@ from empo2_jax.assets import cache_folder
 from empo2_jax.config import Config, dump_toml, load_config
 from empo2_jax.errors import ConfigError, Empo2Error
 from empo2_jax.interrupts import uninterrupted
+from empo2_jax.rollout import serve_options
 
 RESUME_HELP = (
     "auto: continue or start; never: refuse a directory with checkpoints; PATH: go back to that checkpoint "
@@ -119,6 +120,8 @@ def build_parser() -> Parser:
     adapt.add_argument("--split", choices=("train", "dev", "test"), help="(default: as configured)")
     adapt.add_argument("--tasks", default="", metavar="A,B", help="of the environment (default: as configured)")
     adapt.add_argument("--keep-memory", action="store_true", help="begin with the run's tips instead of none")
+
+    serve_options.add_options(_command(commands, "serve", _serve, "serve a model folder through SGLang's HTTP API"))
 
     memory = _command(commands, "memory", None, "the tips of a run").add_subparsers(required=True, metavar="COMMAND")
     inspect = _command(memory, "inspect", _memory_inspect, "list tips, best first")
@@ -292,6 +295,13 @@ def _adapt(options: argparse.Namespace) -> int:
     choice = {"split": options.split, "tasks": tasks, "keep_memory": options.keep_memory, "step": options.step}
     print_adaptation(adapt_run(options.run, options.trials, **choice))
     return 0
+
+
+def _serve(options: argparse.Namespace) -> int:
+    parsed = serve_options.parse_options(options)
+    with uninterrupted():
+        from empo2_jax.rollout.serve import serve
+    return serve(parsed)
 
 
 def _memory_inspect(options: argparse.Namespace) -> int:

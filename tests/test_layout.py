@@ -14,7 +14,12 @@ MODULES = sorted(ROOT.glob("empo2_jax/**/*.py"))
 CONFIGS = sorted(path for path in ROOT.glob("configs/**/*.toml") if path.parent.name != "studies")
 SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), ROOT / ".ci/run"])
 HOST_SIDE = ("types", "errors", "config", "randomness", "prompts", "envs", "memory", "data", "rollout")
-USES_JAX = {"empo2_jax.memory.minilm_embedder", "empo2_jax.rollout.jax_engine", "empo2_jax.rollout.serve"}
+USES_JAX = {
+    "empo2_jax.memory.minilm_embedder",
+    "empo2_jax.rollout.jax_engine",
+    "empo2_jax.rollout.jax_kernels",
+    "empo2_jax.rollout.serve",
+}
 BROAD_EXCEPT_ALLOWED = {"empo2_jax/rollout/collect.py"}  # the episode boundary
 
 

@@ -152,7 +152,7 @@ class Qwen2(nnx.Module):
         self.lm_head = None if config.tie_embeddings else Embedding(config, rngs)
 
     @property
-    def head(self) -> Float32[Array, "V D"]:
+    def head(self) -> Float[Array, "V D"]:
         """Weight that maps hidden states to logits: its own, or the embedding when tied."""
         return (self.embed_tokens if self.lm_head is None else self.lm_head).weight[...]
 

@@ -85,3 +85,49 @@ def test_waves_serve_resident_sessions_first():
     serve(table, ["c", "d"], [tokens(1, 2), tokens(3, 4)])
     assert table.waves(["a", "b", "c", "d", "e"]) == [[2, 3], [0, 1], [4]]
     assert table.waves([]) == []
+
+
+def test_a_prompt_without_a_session_takes_over_the_slot_it_continues():
+    table = SlotTable(3, 100)
+    first, second = np.arange(40, dtype=np.int32), np.arange(50, 90, dtype=np.int32)
+    serve(table, ["", ""], [first, second])
+    longer = np.concatenate([second, first])
+    assert serve(table, [""], [longer]) == [Placement(1, 40)]
+    rolled_back = np.concatenate([longer[:41], tokens(99, 99)])
+    assert serve(table, [""], [rolled_back]) == [Placement(1, 41)]
+    other = np.concatenate([first[:18], second])  # would lose most of the slot: copied into an empty one
+    assert serve(table, [""], [other]) == [Placement(2, 18, source=0)]
+
+
+def test_prompts_without_a_session_may_be_equal_and_only_one_takes_the_slot_over():
+    table = SlotTable(3, 100)
+    prompt = np.arange(40, dtype=np.int32)
+    serve(table, [""], [prompt])
+    assert table.place(["", ""], [prompt, prompt]) == [Placement(0, 39), Placement(1, 39, source=0)]
+
+
+def test_running_requests_keep_their_slots_and_lend_their_prompts():
+    table = SlotTable(2, 100)
+    prompt = np.arange(40, dtype=np.int32)
+    assert table.free == 2
+    (running,) = table.place([""], [prompt])
+    table.hold(running.slot, prompt)
+    assert table.free == 1
+    table.clear()  # new weights: nothing is lent any more
+    assert table.place([""], [prompt]) == [Placement(1, 0)]
+    assert table.free == 0
+    table.commit(1, prompt)
+    table.commit(running.slot, prompt[:0])
+    assert table.free == 2
+    (again,) = table.place([""], [np.concatenate([prompt, prompt])])
+    table.hold(again.slot, np.concatenate([prompt, prompt]))
+    assert again == Placement(1, 40)
+    assert table.place([""], [np.concatenate([prompt, prompt[:30], prompt])]) == [Placement(0, 70, source=1)]
+
+
+def test_what_is_to_be_scored_is_not_taken_from_a_cache():
+    table = SlotTable(2, 100)
+    prompt = np.arange(60, dtype=np.int32)
+    serve(table, [""], [prompt])
+    assert serve(table, [""], [prompt]) == [Placement(0, 59)]
+    assert table.place(["", ""], [prompt, prompt], [40, 0]) == [Placement(0, 40), Placement(1, 0)]
