@@ -5,6 +5,7 @@ Empo2Error
 ├── DataError         a weights file, tokenizer, catalogue or recorded run that cannot be read
 ├── EnvError          the environment failed: no Java, a dead simulator, an unknown task
 ├── EngineError       the rollout engine failed or refused a request
+├── SyncError         published weights that are missing, damaged, of another model, or cannot be written
 ├── UpdateError       the training diverged: no update has a finite loss and gradient any more
 └── CheckpointError   a checkpoint is missing, corrupt or belongs to another run
 
@@ -30,6 +31,10 @@ class EnvError(Empo2Error):
 
 class EngineError(Empo2Error):
     """The rollout engine failed."""
+
+
+class SyncError(Empo2Error):
+    """Weights that cannot be published or must not be loaded."""
 
 
 class UpdateError(Empo2Error):

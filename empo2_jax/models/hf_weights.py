@@ -75,10 +75,7 @@ def load_model(
         tensor = reader.read(name, shape).astype(np.float32)
         return jax.make_array_from_callback(shape, places[name], tensor.__getitem__) if places else jnp.asarray(tensor)
 
-    flat = [
-        (path, variable.replace(read(_hf_name(path), variable.shape))) for path, variable in nnx.to_flat_state(params)
-    ]
-    return nnx.merge(graph, nnx.from_flat_state(flat))
+    return nnx.merge(graph, with_values(params, {name: read(name, leaf.shape) for name, leaf in named(params).items()}))
 
 
 def save_model(
@@ -112,6 +109,21 @@ def save_model(
 def named(params: Params) -> dict[str, Any]:
     """Variables of a parameter tree (values, shapes or shardings) by their Hugging Face names."""
     return {_hf_name(path): variable for path, variable in nnx.to_flat_state(nnx.State(params))}
+
+
+def with_values(params: Params, values: Mapping[str, Any]) -> Params:
+    """A parameter tree of the same structure with the arrays of `values`, by their Hugging Face names."""
+    flat = [(path, variable.replace(values[_hf_name(path)])) for path, variable in nnx.to_flat_state(nnx.State(params))]
+    return nnx.from_flat_state(flat)
+
+
+def placed(like: Params, tensors: Mapping[str, np.ndarray]) -> Params:
+    """Parameters from tensors on the host by name, with the dtypes and the places of the arrays in `like`."""
+
+    def put(value: Array, tensor: np.ndarray) -> Array:
+        return jax.make_array_from_callback(value.shape, value.sharding, tensor.astype(value.dtype).__getitem__)
+
+    return with_values(like, {name: put(variable[...], tensors[name]) for name, variable in named(like).items()})
 
 
 def _hf_name(path: tuple[Any, ...]) -> str:

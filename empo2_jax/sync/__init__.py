@@ -1,0 +1,1 @@
+"""Versioned weights between the trainer and its engines."""
