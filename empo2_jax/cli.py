@@ -153,6 +153,11 @@ def build_parser() -> Parser:
     study.add_argument("--seeds", type=int, metavar="N", help="first N seeds (default: as in the file)")
     study.add_argument("--jobs", type=int, default=2, metavar="N", help="runs at the same time (default: 2)")
     study.add_argument("--arms", default="", metavar="A,B", help="only these arms (default: all)")
+    bench = _command(commands, "bench", _bench, "speed, memory and exactness against peers, on two pinned cores")
+    bench.add_argument("--quick", action="store_true", help="small shapes, at most 6 minutes")
+    bench.add_argument("--suite", default="", metavar="A,B", help="only these suites (default: all)")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="write every sample")
+    bench.add_argument("--check", action="store_true", help="exit with 1 where a stable figure misses its goal")
     doctor = _command(commands, "doctor", _doctor, "check this machine; non-zero exit if something needed is missing")
     doctor.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="check for this configuration")
     return parser
@@ -369,6 +374,12 @@ def _study(options: argparse.Namespace) -> int:
 
     arms = tuple(filter(None, options.arms.split(",")))
     return 0 if run_study(options.study, options.out, options.seeds, options.jobs, arms) else 1
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from empo2_jax.bench.runner import bench
+
+    return bench(tuple(filter(None, options.suite.split(","))), options.quick, options.json, options.check)
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
 """Protocols of the memory: text to unit vectors, and nearest neighbours among unit vectors."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -22,8 +22,10 @@ class Embedder(Protocol):
 class VectorIndex(Protocol):
     """Unit vectors under stable integer ids, with exact threshold search."""
 
-    def add(self, ids: Sequence[int], vectors: Float32[np.ndarray, "K D"]) -> None:
-        """Insert; an id must be new."""
+    def add(
+        self, ids: Sequence[int], vectors: Float32[np.ndarray, "K D"], scores: Sequence[float] | None = None
+    ) -> None:
+        """Insert; an id must be new. `scores` (default: all 0) rank the answers of `best_first`."""
         ...
 
     def remove(self, ids: Sequence[int]) -> None:
@@ -32,6 +34,13 @@ class VectorIndex(Protocol):
 
     def above(self, query: Float32[np.ndarray, " D"], threshold: float) -> Int64[np.ndarray, " hits"]:
         """Ids of *all* vectors with cosine strictly > threshold, ascending. Exact, whatever the implementation."""
+        ...
+
+    def best_first(self, query: Float32[np.ndarray, " D"], threshold: float) -> Iterator[int]:
+        """The ids of `above` by score descending (ties: highest id), one by one: who stops early saves the rest.
+
+        The index must not change while the answer is read.
+        """
         ...
 
     def nearest(self, query: Float32[np.ndarray, " D"]) -> tuple[int, float]:

@@ -13,7 +13,7 @@ neighbors), and `nearest` always scans. Pass `tree_above=None` for exact answers
 import os
 import sys
 import tempfile
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -59,9 +59,11 @@ class ScannIndex:
         """Number of vectors."""
         return len(self._exact)
 
-    def add(self, ids: Sequence[int], vectors: Float32[np.ndarray, "K D"]) -> None:
+    def add(
+        self, ids: Sequence[int], vectors: Float32[np.ndarray, "K D"], scores: Sequence[float] | None = None
+    ) -> None:
         """Insert; raises `ValueError`, and changes nothing, if an id is repeated or already present."""
-        self._exact.add(ids, vectors)
+        self._exact.add(ids, vectors, scores)
         if self._searcher is not None and ids:
             self._searcher.upsert([str(item) for item in ids], vectors, batch_size=len(ids))
 
@@ -84,6 +86,11 @@ class ScannIndex:
         if self._is_tree and self.certified % self._audit_every == 0:
             return self._audit(hits, self._exact.above(query, threshold))
         return hits
+
+    def best_first(self, query: Float32[np.ndarray, " D"], threshold: float) -> Iterator[int]:
+        """The ids of `above` by score descending (ties: highest id)."""
+        hits = self.above(query, threshold)
+        yield from hits[np.lexsort((-hits, -self._exact.scores(hits.tolist())))].tolist()
 
     def nearest(self, query: Float32[np.ndarray, " D"]) -> tuple[int, float]:
         """Id and cosine of the nearest vector (ties: lowest id); (-1, -inf) when empty. Exact in every mode."""

@@ -12,6 +12,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -129,9 +130,7 @@ class TipMemory:
         store = self._buffers.get(buffer)
         if store is None:
             return []
-        found = [store.entries[counter] for counter in store.index.above(query, self._threshold).tolist()]
-        found.sort(key=lambda tip: (-tip.score, -tip.counter))
-        chosen = self._choose(found)
+        chosen = self._choose(map(store.entries.__getitem__, store.index.best_first(query, self._threshold)))
         self._statistics["hits"] += bool(chosen)
         self._statistics["retrieved"] += len(chosen)
         return chosen
@@ -214,14 +213,15 @@ class TipMemory:
         """SHA-256 of everything that `dump` writes."""
         return hashlib.sha256(b"\0".join(self._serialized())).hexdigest()
 
-    def _choose(self, ranked: list[Tip]) -> list[Tip]:
+    def _choose(self, ranked: Iterable[Tip]) -> list[Tip]:
+        """The first `top_k`; reads no further, since what comes next may cost a scan."""
         if not self._distinct_episodes:
-            return ranked[: self._top_k]
+            return list(islice(ranked, self._top_k))
         first: dict[str, Tip] = {}
         for tip in ranked:
+            first.setdefault(tip.episode, tip)
             if len(first) == self._top_k:
                 break
-            first.setdefault(tip.episode, tip)
         return list(first.values())
 
     def _buffer(self, name: str) -> _Buffer:
@@ -252,7 +252,8 @@ class TipMemory:
         store.index.remove([counter for counter in evicted if counter not in fresh])
         staying = [tip for tip in new if tip.counter in store.entries]
         if staying:
-            store.index.add([tip.counter for tip in staying], np.stack([tip.embedding for tip in staying]))
+            counters, scores = [tip.counter for tip in staying], [tip.score for tip in staying]
+            store.index.add(counters, np.stack([tip.embedding for tip in staying]), scores)
 
     def _serialized(self) -> tuple[bytes, bytes]:
         tips = sorted(

@@ -1,5 +1,7 @@
 """Every index gives the answers of a plain loop, after any history of insertions and removals."""
 
+from itertools import islice
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -38,12 +40,14 @@ def brute_cosines(entries, query):
 @given(seed=st.integers(0, 2**32 - 1), data=st.data())
 def test_index_equals_a_plain_loop_under_random_histories(factory, seed, data):
     generator = np.random.default_rng(seed)
-    index, entries, next_id = factory(DIMENSION), {}, 0
+    index, entries, scores, next_id = factory(DIMENSION), {}, {}, 0
     for _ in range(data.draw(st.integers(1, 5))):
         count = data.draw(st.integers(0, 60))
         vectors = clustered(generator, count)
-        index.add(list(range(next_id, next_id + count)), vectors)
-        entries.update(zip(range(next_id, next_id + count), vectors, strict=True))
+        new, given = range(next_id, next_id + count), generator.integers(0, 4, count).astype(float).tolist()
+        index.add(list(new), vectors, given)
+        entries.update(zip(new, vectors, strict=True))
+        scores.update(zip(new, given, strict=True))
         next_id += count
         gone = [int(i) for i in generator.permutation(sorted(entries))[: data.draw(st.integers(0, len(entries)))]]
         index.remove(gone)
@@ -55,6 +59,9 @@ def test_index_equals_a_plain_loop_under_random_histories(factory, seed, data):
             if not close:
                 expected = sorted(i for i, value in cosines.items() if value > 0.5)
                 assert index.above(query, 0.5).tolist() == expected
+                ranked = sorted(expected, key=lambda i: (-scores[i], -i))
+                assert list(index.best_first(query, 0.5)) == ranked
+                assert list(islice(index.best_first(query, 0.5), 2)) == ranked[:2]
             item, cosine = index.nearest(query)
             assert len(index) == len(entries)
             if entries:

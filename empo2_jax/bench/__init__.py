@@ -1,0 +1,1 @@
+"""`empo2 bench`: speed, memory and exactness against peers, every speed with the proof that both computed the same."""
