@@ -7,6 +7,7 @@ from empo2_jax.errors import EnvError, UpdateError
 from empo2_jax.types import Episode
 
 MAX_GAP = {"float32": 1e-4, "bfloat16": 2e-2}  # nats, by compute dtype; in f32 ten times what is asserted in tests
+CANARIES = 10  # a server's gap may be so many times what its canary may
 MAX_SKIPPED = 3  # updates in a row
 _log = logging.getLogger(__name__)
 
@@ -40,18 +41,24 @@ def count_skipped(in_a_row: int, skipped: bool, where: str) -> int:
     return in_a_row + 1
 
 
-def warn(metrics: Mapping[str, float], learning_rate: float, compute_dtype: str) -> None:
-    """Say when numbers point at a setting that cannot work or at an engine that does not match the trainer."""
+def warn(metrics: Mapping[str, float], learning_rate: float, max_gap: float) -> None:
+    """Say when numbers point at a setting that cannot work or at an engine that does not match the trainer.
+
+    Args:
+        metrics: Of one iteration.
+        learning_rate: Of the optimizer.
+        max_gap: Nats that the engine's log-probs may differ from the trainer's.
+    """
     if metrics["memory/tips_missing"]:
         _log.warning(
             "%d episodes left no tip: they wrote none, or their end did not fit into rollout.max_length",
             metrics["memory/tips_missing"],
         )
-    if metrics.get("mismatch/logprob_abs_diff_max", 0.0) > MAX_GAP[compute_dtype]:
+    if metrics.get("mismatch/logprob_abs_diff_max", 0.0) > max_gap:
         _log.warning(
             "engine and trainer log-probs differ by %.1e nats, more than %.0e",
             metrics["mismatch/logprob_abs_diff_max"],
-            MAX_GAP[compute_dtype],
+            max_gap,
         )
     if metrics["actor/updates"] < 5 and learning_rate <= 2e-6:
         _log.warning(

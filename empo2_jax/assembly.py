@@ -153,7 +153,7 @@ def make_novelty(config: IntrinsicConfig, memory: MemoryConfig, embedder: Embedd
 
 
 def make_engine(config: Config, policy: Policy) -> Engine:
-    """The in-process engine with room for an episode and its tip."""
+    """The engine that `rollout.engine` names, with room for an episode and its tip; weights come with `load`."""
     length = config.rollout.max_length + config.memory.tip_max_tokens + TIP_ROOM
     limit = policy.model.config.max_position_embeddings
     if length > limit:
@@ -161,6 +161,9 @@ def make_engine(config: Config, policy: Policy) -> Engine:
             f"rollout.max_length + memory.tip_max_tokens + {TIP_ROOM} = {length} exceeds the {limit} positions of "
             f"{config.model.path}"
         )
+    if config.rollout.engine == "sglang":
+        remote = importlib.import_module("empo2_jax.remote_engine")
+        return remote.make_remote_engine(config, policy.model, policy.tokenizer, policy.folder, policy.mesh, length)
     return JaxEngine(policy.model, slots=config.rollout.slots, max_length=length)
 
 

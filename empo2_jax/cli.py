@@ -23,7 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 from empo2_jax.assets import cache_folder
-from empo2_jax.config import Config, dump_toml, load_config
+from empo2_jax.config import Config
+from empo2_jax.config_file import dump_toml, load_config
 from empo2_jax.errors import ConfigError, Empo2Error
 from empo2_jax.interrupts import uninterrupted
 from empo2_jax.rollout import serve_options

@@ -5,11 +5,10 @@ key is an error that names the nearest known one. Code below `trainer.run` recei
 """
 
 import difflib
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from empo2_jax.errors import ConfigError
 
@@ -79,8 +78,31 @@ class RolloutConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus of the sampling; training needs 1")
     max_action_tokens: Positive = Field(32, description="tokens per action")
     max_length: Positive = Field(4500, description="tokens of one episode, prompts and answers; ends with `length`")
-    slots: Positive = Field(16, description="sequences whose KV cache the in-process engine keeps")
+    slots: Positive = Field(16, description="episodes at a time; with the in-process engine each holds a KV cache")
     retries: int = Field(1, ge=0, description="times an episode that failed is run again with the same draws")
+    engine: Literal["jax", "sglang"] = Field("jax", description="who samples: this process, or `servers`")
+    servers: tuple[str, ...] = Field((), strict=False, description="URLs of servers, or a file with one a line")
+    router: str = Field("", description="URL that completions go through; weights still go to every one of `servers`")
+    api_key_env: str = Field("EMPO2_API_KEY", description="environment variable with the servers' API key, if any")
+    admin_key_env: str = Field("EMPO2_ADMIN_KEY", description="… with their admin key; unset = the API key")
+    weights_dir: str = Field("", description="folder that servers load versions from; empty = <run>/weights")
+    weights_dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="of the published weights, which should be the servers'; auto = model.compute_dtype"
+    )
+    mixed_versions: bool = Field(False, description="whether an episode may be sampled by several weight versions")
+    canary_tolerance: NonNegative = Field(
+        0.0, description="nats between server and trainer on a fixed prompt; 0 = 1e-4, or 5e-2 where bf16 is involved"
+    )
+    in_flight: Positive = Field(64, description="requests at a time and server")
+    attempts: Positive = Field(5, description="of one request, on other servers where there are any")
+    request_timeout_s: float = Field(300.0, gt=0, description="seconds for one completion")
+    control_timeout_s: float = Field(600.0, gt=0, description="seconds for one load of weights")
+    recovery_timeout_s: float = Field(300.0, gt=0, description="seconds without any server until requests fail")
+
+    @field_validator("servers", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
 
 
 class AlgorithmConfig(Section):
@@ -255,6 +277,8 @@ class Config(Section):
                 f"update.micro_batch_tokens = {self.update.micro_batch_tokens} has no row of the largest bucket for "
                 f"each of data × fsdp = {shards} shards; at least {shards * self.update.buckets[-1]} is allowed"
             )
+        if self.rollout.engine == "sglang" and not self.rollout.servers:
+            raise ValueError('rollout.engine = "sglang" needs rollout.servers: URLs, or a file with one a line')
         name = self.algorithm.name
         if name != "empo2" and (self.algorithm.p_memory > 0 or self.intrinsic.kind != "none"):
             raise ValueError(f'algorithm.name = "{name}" needs algorithm.p_memory = 0 and intrinsic.kind = "none"')
@@ -266,34 +290,20 @@ class Config(Section):
         return self
 
     @property
+    def served_dtype(self) -> str:
+        """Of the weights that servers load."""
+        return self.model.compute_dtype if self.rollout.weights_dtype == "auto" else self.rollout.weights_dtype
+
+    @property
+    def canary_tolerance(self) -> float:
+        """Nats that a server may differ from the trainer on the canary."""
+        exact = self.served_dtype == self.model.compute_dtype == "float32"
+        return self.rollout.canary_tolerance or (1e-4 if exact else 5e-2)
+
+    @property
     def run_dir(self) -> Path:
         """Where the run lives."""
         return Path(self.run.dir or f"runs/{self.run.name}")
-
-
-def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such configuration file")
-    if path.resolve() in seen:
-        raise ConfigError(f"{path}: `extends` runs in a circle")
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
-    parent = values.pop("extends", None)
-    if parent is None:
-        return values
-    if not isinstance(parent, str):
-        raise ConfigError(f"{path}: extends = {parent!r}: a file name is allowed")
-    return _merge(_read(path.parent / parent, (*seen, path.resolve())), values)
-
-
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in over.items():
-        old = merged.get(key)
-        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    return merged
 
 
 def _known(location: tuple[Any, ...]) -> list[str]:
@@ -326,48 +336,3 @@ def parse_config(values: dict[str, Any], source: str = "configuration") -> Confi
         return Config.model_validate(values)
     except ValidationError as error:
         raise ConfigError(_explain(source, error)) from None
-
-
-def parse_override(text: str) -> tuple[list[str], Any]:
-    """`section.key=value` with the value in TOML syntax; bare words are text."""
-    key, separator, raw = text.partition("=")
-    if not separator:
-        raise ConfigError(f"override `{text}`: section.key=value is expected")
-    try:
-        value = tomllib.loads(f"v = {raw}")["v"]
-    except tomllib.TOMLDecodeError:
-        value = raw
-    return key.strip().split("."), value
-
-
-def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
-    """Read a TOML file with its presets, apply `section.key=value` overrides, validate."""
-    values = _read(Path(path))
-    for text in overrides:
-        keys, value = parse_override(text)
-        nested: Any = value
-        for key in reversed(keys):
-            nested = {key: nested}
-        values = _merge(values, nested)
-    return parse_config(values, str(path))
-
-
-def dump_toml(config: Config) -> str:
-    """The resolved configuration as TOML, every key spelled out."""
-    lines = []
-    for name, section in config:
-        lines.append(f"[{name}]")
-        for key, value in section:
-            lines.append(f"{key} = {_toml_value(value)}")
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-    if isinstance(value, tuple):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-    return repr(value)

@@ -227,6 +227,8 @@ def _step_record(step: Step) -> Record:
         "prompt_tokens": len(step.prompt_ids),
         "bare_prompt_tokens": len(step.bare_prompt_ids),
         "cached_tokens": step.cached_tokens,
+        "policy_version": step.policy_version,
+        "version_spans": [list(span) for span in step.version_spans],
     }
 
 

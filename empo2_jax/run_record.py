@@ -22,6 +22,9 @@ MAY_DIFFER = (  # keys that a resumed run may change: they do not reach the numb
     "run.name", "run.dir", "run.iterations", "run.tensorboard", "run.episodes_logged",
     "env.workers", "env.step_timeout_s", "evaluation.every", "checkpoint.", "model.mesh", "model.remat",
     "model.attention", "update.offload_moments",
+    "rollout.servers", "rollout.router", "rollout.weights_dir", "rollout.api_key_env", "rollout.admin_key_env",
+    "rollout.in_flight", "rollout.attempts", "rollout.canary_tolerance", "rollout.request_timeout_s",
+    "rollout.control_timeout_s", "rollout.recovery_timeout_s",
 )  # fmt: skip
 
 

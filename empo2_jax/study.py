@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy import stats
 
-from empo2_jax.config import load_config
+from empo2_jax.config_file import load_config
 from empo2_jax.errors import ConfigError, DataError
 from empo2_jax.metrics import read_jsonl, write_atomically
 

@@ -11,7 +11,8 @@ from flax import nnx
 
 from empo2_jax import adaptation, assembly
 from empo2_jax.checkpoint import CheckpointStore, check_same_base
-from empo2_jax.config import Config, load_config
+from empo2_jax.config import Config
+from empo2_jax.config_file import load_config
 from empo2_jax.envs.base import EnvironmentFamily
 from empo2_jax.errors import CheckpointError, ConfigError, DataError
 from empo2_jax.evaluation import evaluate, panel_tasks
@@ -137,7 +138,9 @@ def adapt_run(
 def _collector(config: Config, policy: assembly.Policy) -> Generator[tuple[Collector, EnvironmentFamily], None, None]:
     family = assembly.make_family(config)
     try:
-        collector = assembly.make_collector(config, policy, assembly.make_engine(config, policy), family)
+        engine = assembly.make_engine(config, policy)
+        engine.load(policy.params, chosen)
+        collector = assembly.make_collector(config, policy, engine, family)
         try:
             yield collector, family
         finally:

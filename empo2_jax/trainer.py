@@ -17,10 +17,11 @@ import jax
 import numpy as np
 
 from empo2_jax import assembly, warmstart
-from empo2_jax.alarms import count_skipped, refuse_many_failures, warn
+from empo2_jax.alarms import CANARIES, MAX_GAP, count_skipped, refuse_many_failures, warn
 from empo2_jax.algorithms.base import StepAdvantages, group_metrics, valid_episodes
 from empo2_jax.checkpoint import CheckpointStore, RunLock, check_same_base
-from empo2_jax.config import Config, dump_toml, load_config
+from empo2_jax.config import Config
+from empo2_jax.config_file import dump_toml, load_config
 from empo2_jax.data.packing import pack
 from empo2_jax.data.rows import build_rows, drop_unlikely_steps, minibatches, token_weights
 from empo2_jax.errors import CheckpointError, ConfigError
@@ -35,6 +36,7 @@ from empo2_jax.ops.losses import finalize_metrics, policy_loss
 from empo2_jax.progress import RunProgress, note
 from empo2_jax.randomness import generator
 from empo2_jax.report import write_report
+from empo2_jax.rollout.base import Measured
 from empo2_jax.rollout.collect import Assignment
 from empo2_jax.run_record import CONFIG_FILE, check_same_run, record_command
 from empo2_jax.types import Episode, EpisodeGroup, Row, Task
@@ -97,6 +99,9 @@ class Trainer:
         self.state: LearnerState = self.learner.init(self.parts.trainable)
         self.store = CheckpointStore(config.run_dir, config.checkpoint.keep)
         self.iteration = 0
+        remote, algorithm = config.rollout.engine != "jax", config.algorithm
+        self._max_gap = CANARIES * config.canary_tolerance if remote else MAX_GAP[config.model.compute_dtype]
+        self.corrected = remote if algorithm.rollout_correction == "auto" else algorithm.rollout_correction == "on"
         self._sampled = 0  # tokens of the newest rollout
         self._skipped = 0  # updates in a row, up to now
         self.totals = {"environment_steps": 0, "prompt_tokens": 0, "sampled_tokens": 0, "tip_calls": 0}
@@ -213,7 +218,9 @@ class Trainer:
         metrics |= {f"total/{name}": float(value) for name, value in self.totals.items()}
         metrics["perf/tokens_per_s"] = self._sampled / max(clock.seconds["rollout"], 1e-9)
         metrics["memory/tips_missing"] = float(sum(not episode.tip for episode in episodes)) if self.writer else 0.0
-        warn(metrics, self.config.update.learning_rate, self.config.model.compute_dtype)
+        if isinstance(self.engine, Measured):
+            metrics |= self.engine.metrics()
+        warn(metrics, self.config.update.learning_rate, self._max_gap)
         clock.seconds["memory_in_rollout"] = self.collector.memory_seconds - memory_before
         return metrics | clock.metrics()
 
@@ -278,7 +285,7 @@ class Trainer:
             episodes,
             score(self.state.params),
             denominator=algorithm.off_policy_denominator,
-            correction_cap=algorithm.rollout_correction_cap if algorithm.rollout_correction == "on" else None,
+            correction_cap=algorithm.rollout_correction_cap if self.corrected else None,
             reference=score(self.reference) if self.reference is not None else None,
         )
         totals: dict[str, np.ndarray] = {}

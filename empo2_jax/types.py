@@ -103,6 +103,8 @@ class Step:
     intrinsic_reward: float = 0.0
     truncated: bool = False  # the action ran into the token limit
     cached_tokens: int = 0  # prompt tokens the engine did not recompute
+    policy_version: int = 0  # of the weights that sampled the last id
+    version_spans: tuple[tuple[int, int, int], ...] = ()  # (version, first id, end), from engines that may mix them
 
     @property
     def valid(self) -> bool:

@@ -134,7 +134,9 @@ def make_start(config: Config, family: EnvironmentFamily, folder: Path) -> None:
 
 def _evaluate_untrained(config: Config, policy: Policy, family: EnvironmentFamily) -> dict[str, Any]:
     note(f"evaluating on {config.evaluation.split}, without memory (before the warm start)")
-    collector = assembly.make_collector(config, policy, assembly.make_engine(config, policy), family)
+    engine = assembly.make_engine(config, policy)
+    engine.load(policy.params, 0)
+    collector = assembly.make_collector(config, policy, engine, family)
     try:
         panel = evaluate(collector, family, config.evaluation)
     finally:

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from empo2_jax.alarms import count_skipped, refuse_many_failures, warn
+from empo2_jax.alarms import MAX_GAP, count_skipped, refuse_many_failures, warn
 from empo2_jax.errors import EnvError, UpdateError
 from empo2_jax.types import Episode, Mode, StopReason, Task
 
@@ -45,12 +45,12 @@ def test_the_third_skipped_update_in_a_row_ends_the_run(caplog: pytest.LogCaptur
 
 def test_gap_and_too_few_updates_are_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        warn({"actor/updates": 4.0, "mismatch/logprob_abs_diff_max": 0.01, "memory/tips_missing": 3.0}, 1e-6, "float32")
+        warn({"actor/updates": 4.0, "mismatch/logprob_abs_diff_max": 0.01, "memory/tips_missing": 3.0}, 1e-6, 1e-4)
     assert "3 episodes left no tip" in caplog.text
     assert "differ by 1.0e-02 nats" in caplog.text
     assert "4 updates per iteration" in caplog.text
     caplog.clear()
     quiet = {"actor/updates": 4.0, "memory/tips_missing": 0.0}
-    warn(quiet | {"mismatch/logprob_abs_diff_max": 1e-6}, 1e-4, "float32")
-    warn(quiet | {"mismatch/logprob_abs_diff_max": 1e-2}, 1e-4, "bfloat16")
+    warn(quiet | {"mismatch/logprob_abs_diff_max": 1e-6}, 1e-4, MAX_GAP["float32"])
+    warn(quiet | {"mismatch/logprob_abs_diff_max": 1e-2}, 1e-4, MAX_GAP["bfloat16"])
     assert not caplog.records

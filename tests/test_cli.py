@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from empo2_jax.cli import build_parser, main
-from empo2_jax.config import Config, dump_toml, load_config
+from empo2_jax.config import Config
+from empo2_jax.config_file import dump_toml, load_config
 from empo2_jax.metrics import MetricsLog
 from empo2_jax.trained import tips_of_run
 

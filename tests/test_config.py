@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from empo2_jax.config import Config, dump_toml, load_config, parse_config, parse_override
+from empo2_jax.config import Config, parse_config
+from empo2_jax.config_file import dump_toml, load_config, parse_override
 from empo2_jax.errors import ConfigError
 
 
@@ -170,3 +171,28 @@ def test_run_directory_follows_the_name() -> None:
 def test_sections_are_frozen() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         Config().run.seed = 3
+
+
+def test_servers_are_urls_or_a_file_and_needed_by_their_engine() -> None:
+    one = parse_config({"rollout": {"engine": "sglang", "servers": "servers.txt"}})
+    many = parse_config({"rollout": {"engine": "sglang", "servers": ["http://a:1", "http://b:1"]}})
+    assert one.rollout.servers == ("servers.txt",) and many.rollout.servers == ("http://a:1", "http://b:1")
+    with pytest.raises(ConfigError, match=r"needs rollout\.servers: URLs, or a file"):
+        parse_config({"rollout": {"engine": "sglang"}})
+
+
+@pytest.mark.parametrize(
+    ("compute", "weights", "tolerance", "expected"),
+    [
+        ("float32", "auto", 0.0, 1e-4),
+        ("bfloat16", "auto", 0.0, 5e-2),
+        ("float32", "bfloat16", 0.0, 5e-2),
+        ("bfloat16", "float32", 0.0, 5e-2),
+        ("float32", "auto", 0.3, 0.3),
+    ],
+)
+def test_the_canarys_tolerance_follows_the_types(compute: str, weights: str, tolerance: float, expected: float) -> None:
+    rollout = {"weights_dtype": weights, "canary_tolerance": tolerance}
+    config = parse_config({"model": {"compute_dtype": compute}, "rollout": rollout})
+    assert config.canary_tolerance == expected
+    assert config.served_dtype == (compute if weights == "auto" else weights)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from empo2_jax.config import Config, load_config
+from empo2_jax.config import Config
+from empo2_jax.config_file import load_config
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted(ROOT.glob("empo2_jax/**/*.py"))
@@ -60,9 +61,11 @@ def test_script_is_valid_bash(path: Path) -> None:
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("script", ["setup", "quickstart", "test"])
+@pytest.mark.parametrize("script", ["setup", "quickstart", "test", "sglang_cpu", "sglang_servers"])
 def test_dry_run_prints_commands_and_changes_nothing(script: str, tmp_path: Path) -> None:
-    arguments = ["--venv", str(tmp_path / "venv")] if script == "setup" else []
+    arguments = [] if script in ("quickstart", "test") else ["--venv", str(tmp_path / "venv")]
+    if script == "sglang_servers":
+        arguments += ["some/model", "--cpu", "--urls", str(tmp_path / "urls.txt"), "--logs", str(tmp_path / "logs")]
     command = ["bash", f"launch/{script}.sh", *arguments, "--dry-run"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

@@ -141,6 +141,8 @@ def test_episodes_are_readable_and_limited(tmp_path: Path) -> None:
         "prompt_tokens": 4,
         "bare_prompt_tokens": 3,
         "cached_tokens": 0,
+        "policy_version": 0,
+        "version_spans": [],
     }
     assert log.write(8, [make_episode()], limit=0) is None
     assert json.dumps(first)

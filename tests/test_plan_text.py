@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from empo2_jax.cli import main
-from empo2_jax.config import load_config
+from empo2_jax.config_file import load_config
 from empo2_jax.plan_text import lines, table, table_config
 from empo2_jax.planning import make_plan
 

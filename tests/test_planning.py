@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from empo2_jax.config import Config, load_config, parse_config
+from empo2_jax.config import Config, parse_config
+from empo2_jax.config_file import load_config
 from empo2_jax.errors import ConfigError
 from empo2_jax.hardware import HARDWARE
 from empo2_jax.models.qwen2_config import Qwen2Config

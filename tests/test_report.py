@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from empo2_jax.charts import line_chart, ticks
-from empo2_jax.config import Config, dump_toml
+from empo2_jax.config import Config
+from empo2_jax.config_file import dump_toml
 from empo2_jax.errors import DataError
 from empo2_jax.metrics import JsonLines, MetricsLog
 from empo2_jax.report import EPISODE_BYTES, embed_json, write_report

@@ -9,7 +9,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from empo2_jax import warmstart
-from empo2_jax.config import Config, load_config
+from empo2_jax.config import Config
+from empo2_jax.config_file import load_config
 from empo2_jax.envs import toy
 from empo2_jax.errors import ConfigError
 from empo2_jax.types import Message

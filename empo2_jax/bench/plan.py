@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from empo2_jax.bench.base import Case, Side
-from empo2_jax.config import dump_toml, parse_config
+from empo2_jax.config import parse_config
+from empo2_jax.config_file import dump_toml
 from empo2_jax.planning import lower_update, make_plan, virtual_devices, weight_bytes
 
 _MESH = [1, 4, 2]

@@ -13,6 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float32, Int32, UInt32
 
+from empo2_jax.errors import EngineError
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -46,7 +48,15 @@ class Completion:
     logprobs: Float32[np.ndarray, " A"]
     stopped: bool  # False: ran into max_tokens or the context
     cached_tokens: int  # prompt tokens served from the KV cache
-    policy_version: int
+    policy_version: int  # of the last token
+    version_spans: tuple[
+        tuple[int, int, int], ...
+    ] = ()  # (version, first id, end) where an engine may change it midway
+
+    @property
+    def finish_reason(self) -> str:
+        """Why sampling ended: `stop` or `length`."""
+        return "stop" if self.stopped else "length"
 
 
 @runtime_checkable
@@ -56,8 +66,11 @@ class Engine(Protocol):
     policy_version: int
     max_length: int  # prompt + completion tokens of a session
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Sample one completion per request, in the order of the requests; one request per session at a time."""
+    def generate(self, requests: Sequence[Request]) -> Sequence[Completion | EngineError]:
+        """Sample one completion per request, in the order of the requests; one request per session at a time.
+
+        The error of a request that failed alone stands in its place; `EngineError` is raised where none was served.
+        """
         ...
 
     def release(self, session: str) -> None:
@@ -66,4 +79,13 @@ class Engine(Protocol):
 
     def load(self, params: Any, policy_version: int) -> None:
         """Serve these weights from now on; every cached KV of older weights is dropped."""
+        ...
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """An engine that has something to report of an iteration."""
+
+    def metrics(self) -> dict[str, float]:
+        """Figures since the last call, by metric name."""
         ...

@@ -237,8 +237,11 @@ class Collector:
         key = self._words(live, "action", len(live.steps))
         return Request(live.assignment.id, live.prompt, key, sampling)
 
-    def _step(self, live: Live, completion: Completion) -> None:
+    def _step(self, live: Live, completion: Completion | EngineError) -> None:
         assert live.environment is not None and live.observation is not None
+        if isinstance(completion, EngineError):
+            live.fail(StopReason.ENGINE_ERROR, completion)
+            return
         text = self._chat.text(completion.ids)
         before = live.observation
         try:
@@ -265,6 +268,8 @@ class Collector:
                 tip_scores=tuple(tip.score for tip in live.tips),
                 truncated=not completion.stopped,
                 cached_tokens=completion.cached_tokens,
+                policy_version=completion.policy_version,
+                version_spans=completion.version_spans,
             )
         )
         if after.done:

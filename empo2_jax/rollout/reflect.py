@@ -54,6 +54,8 @@ class PolicyTipWriter:
             return
         by_session = {live.assignment.id: live for live in lives}
         for request, completion in zip(requests, completions, strict=True):
+            if isinstance(completion, EngineError):
+                continue
             live = by_session[request.session]
             live.tip = one_line(self._chat.text(completion.ids))
             live.tip_tokens = len(completion.ids)

@@ -10,6 +10,8 @@ from empo2_jax.randomness import words
 from empo2_jax.rollout.base import Request, Sampling
 from empo2_jax.rollout.jax_engine import JaxEngine
 from empo2_jax.rollout.replay import ReplayEngine
+from empo2_jax.rollout.sglang import SglangEngine
+from tests.fixtures.sglang_fake import FakeServer, fake_engine
 
 VOCAB, MAX_LENGTH, STOP = 23, 48, 5
 
@@ -25,9 +27,18 @@ def replay_engine():
     return ReplayEngine(script, max_length=MAX_LENGTH, policy_version=4), None
 
 
-@pytest.fixture(params=[jax_engine, replay_engine], ids=["jax", "replay"])
-def served(request):
-    return request.param()
+@pytest.fixture(params=[jax_engine, replay_engine, "servers"], ids=["jax", "replay", "servers"])
+def served(request, tmp_path):
+    if request.param != "servers":
+        yield request.param()
+        return
+    servers = [FakeServer(), FakeServer()]
+    engine = fake_engine(servers, tmp_path)
+    engine.load(3, 4)
+    yield engine, 3
+    engine.close()
+    for server in servers:
+        server.close()
 
 
 def ask(session, prompt, temperature=1.0, max_tokens=12, stop_ids=(STOP,)):
@@ -65,7 +76,8 @@ def test_the_prefix_of_a_session_is_cached_until_release_and_load(served):
     assert engine.generate([ask("a", [*range(8), 1, 1, 1])])[0].cached_tokens == 8
     engine.release("a")
     engine.release("unknown")
-    assert engine.generate([ask("a", range(10))])[0].cached_tokens == 0
+    if not isinstance(engine, SglangEngine):  # a server keeps prefixes for whoever comes next
+        assert engine.generate([ask("a", range(10))])[0].cached_tokens == 0
     engine.load(params, 5)
     completion = engine.generate([ask("a", range(10))])[0]
     assert (engine.policy_version, completion.policy_version, completion.cached_tokens) == (5, 5, 0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from empo2_jax.assets import toy_start
-from empo2_jax.config import dump_toml, load_config
+from empo2_jax.config_file import dump_toml, load_config
 from tests.fixtures.processes import TOY, empo2, train_arguments
 
 pytestmark = pytest.mark.medium

@@ -166,6 +166,43 @@ def test_an_engine_failure_is_named_and_releases_environments():
     assert family.closed == len(family.seeds) == 2
 
 
+class Partial(ReplayEngine):
+    """Fails some requests of a call, each `times` times, and serves the others."""
+
+    def __init__(self, script: Any, session: str, times: int):
+        super().__init__(script)
+        self.session, self.times = session, times
+
+    def generate(self, requests: Any) -> Any:
+        answers: list[Any] = list(super().generate(requests))
+        for index, request in enumerate(requests):
+            if request.session == self.session and self.times:
+                self.times -= 1
+                answers[index] = EngineError("this one was lost")
+        return answers
+
+
+@pytest.mark.parametrize("times", [1, 9])
+def test_a_request_that_failed_alone_costs_its_own_episode_a_retry(times: int):
+    family = CorridorFamily(4)
+    collector = make_collector(Partial(babble(word_chat()), "b", times), family, retries=1)
+    good, bad = collector.collect([Assignment("a", corridor()), Assignment("b", corridor(1))], temperature=1.0)
+    collector.close()
+    assert good.stop_reason == StopReason.DONE
+    assert bad.stop_reason == (StopReason.DONE if times == 1 else StopReason.ENGINE_ERROR)
+    assert bad.error == ("" if times == 1 else "this one was lost")
+    assert [variation for variation, _ in family.seeds].count(0) == 1  # the other one ran once
+
+
+def test_steps_say_which_version_sampled_them():
+    family = CorridorFamily(2)
+    engine = ReplayEngine(babble(word_chat()), policy_version=5)
+    collector = make_collector(engine, family)
+    (episode,) = collector.collect([Assignment("a", corridor())], temperature=1.0)
+    collector.close()
+    assert [step.policy_version for step in episode.steps] == [5, 5] and episode.steps[0].version_spans == ()
+
+
 def test_length_ends_an_episode_validly_with_its_return():
     said = spoken(word_chat(), lambda request: "look in the vase")
     (episode,) = run(CorridorFamily(30), [Assignment("a", corridor())], script=said, max_length=60)

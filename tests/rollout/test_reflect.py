@@ -113,6 +113,16 @@ def test_no_tip_without_room_or_with_a_failing_engine():
     (lost,) = collect(ReplayEngine(script), family, [Assignment("a", corridor())], writer_for(family))
     assert (lost.tip, lost.stop_reason.valid) == ("", True)
 
+    class Partial(ReplayEngine):
+        def generate(self, requests: Any) -> Any:
+            answers = super().generate(requests)
+            tips = [request.sampling.max_tokens == 12 and request.session == "a" for request in requests]
+            return [EngineError("lost") if tip else answer for tip, answer in zip(tips, answers, strict=True)]
+
+    both = [Assignment("a", corridor()), Assignment("b", corridor())]
+    lost, kept = collect(Partial(spoken(word_chat(), lambda _: "look")), family, both, writer_for(family))
+    assert (lost.tip, kept.tip) == ("", "look")
+
 
 @pytest.mark.parametrize(
     ("text", "line"),

@@ -1,0 +1,78 @@
+"""Configurations as TOML: files with the presets they extend, overrides of the command line, and the resolved text."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from empo2_jax.config import Config, parse_config
+from empo2_jax.errors import ConfigError
+
+
+def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+    """Read a TOML file with its presets, apply `section.key=value` overrides, validate."""
+    values = _read(Path(path))
+    for text in overrides:
+        keys, value = parse_override(text)
+        nested: Any = value
+        for key in reversed(keys):
+            nested = {key: nested}
+        values = _merge(values, nested)
+    return parse_config(values, str(path))
+
+
+def parse_override(text: str) -> tuple[list[str], Any]:
+    """`section.key=value` with the value in TOML syntax; bare words are text."""
+    key, separator, raw = text.partition("=")
+    if not separator:
+        raise ConfigError(f"override `{text}`: section.key=value is expected")
+    try:
+        value = tomllib.loads(f"v = {raw}")["v"]
+    except tomllib.TOMLDecodeError:
+        value = raw
+    return key.strip().split("."), value
+
+
+def dump_toml(config: Config) -> str:
+    """The resolved configuration as TOML, every key spelled out."""
+    lines = []
+    for name, section in config:
+        lines.append(f"[{name}]")
+        for key, value in section:
+            lines.append(f"{key} = {_toml_value(value)}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such configuration file")
+    if path.resolve() in seen:
+        raise ConfigError(f"{path}: `extends` runs in a circle")
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    parent = values.pop("extends", None)
+    if parent is None:
+        return values
+    if not isinstance(parent, str):
+        raise ConfigError(f"{path}: extends = {parent!r}: a file name is allowed")
+    return _merge(_read(path.parent / parent, (*seen, path.resolve())), values)
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    return repr(value)
