@@ -153,7 +153,9 @@ class MemoryConfig(Section):
     scope: Literal["variation", "task", "global"] = Field("variation", description="what shares one buffer")
     key: Literal["state", "transcript"] = Field("state", description="text that is embedded as key of an entry")
     distinct_episodes: bool = Field(True, description="at most one tip per source episode in a block")
-    placement: Literal["history"] = Field("history", description="a tip block stays in the turn where it was retrieved")
+    placement: Literal["history", "latest"] = Field(
+        "history", description="a tip block stays in the turn where it was retrieved, or only the newest turn has one"
+    )
     eviction: Literal["fifo", "lowest_score"] = Field("fifo", description="entry that leaves a full buffer")
     duplicates: Literal["renew", "drop"] = Field("renew", description="a content written again: newest, or as it was")
     tip_max_tokens: Positive = Field(128, description="tokens of one tip")
@@ -276,6 +278,16 @@ class Config(Section):
             raise ValueError(
                 f"update.micro_batch_tokens = {self.update.micro_batch_tokens} has no row of the largest bucket for "
                 f"each of data × fsdp = {shards} shards; at least {shards * self.update.buckets[-1]} is allowed"
+            )
+        tokens = 2 * shards * self.update.buckets[-1]
+        if (
+            self.memory.placement == "latest"
+            and self.algorithm.p_memory > 0
+            and self.update.micro_batch_tokens < tokens
+        ):
+            raise ValueError(
+                f'memory.placement = "latest": update.micro_batch_tokens = {self.update.micro_batch_tokens} has no '
+                f"room for branches beside a row of the largest bucket; at least {tokens} is allowed"
             )
         if self.rollout.engine == "sglang" and not self.rollout.servers:
             raise ValueError('rollout.engine = "sglang" needs rollout.servers: URLs, or a file with one a line')

@@ -24,7 +24,7 @@ from empo2_jax.config import Config, LoraConfig
 from empo2_jax.errors import ConfigError
 from empo2_jax.hardware import Hardware, find_hardware
 from empo2_jax.learner.optim import policy_optimizer
-from empo2_jax.learner.step import Learner
+from empo2_jax.learner.step import Learner, head_room
 from empo2_jax.models.hf_folder import read_json
 from empo2_jax.models.lora import adapt, split
 from empo2_jax.models.qwen2 import Qwen2
@@ -44,6 +44,7 @@ _TIP_REQUEST = 256  # tokens of a slot beyond the episode and the tip
 _HEAD_CHUNK = 512  # tokens whose logits exist at a time
 _COMPILED_LAYERS = 3
 _DTYPES = {"token_ids": "i4", "segment_ids": "i4", "positions": "i4", "loss_mask": "?", "mode": "i1"}  # others: f4
+_FIELDS = {name: np.dtype(_DTYPES.get(name, "f4")) for name in TrainBatch._fields if name != "branches"}
 Mesh3 = tuple[int, int, int]
 
 
@@ -229,7 +230,7 @@ def plan_on(config: Config, name: str, shape: Qwen2Config, chip: Hardware, mesh:
     rows = max(update.micro_batch_tokens // length // shards, 1) * shards
     per_shard = rows // shards * length
     actions = min(config.env.step_limit * rollout.max_action_tokens, rollout.max_length)
-    capacity = next(room for room in (per_shard // 16, per_shard // 4, per_shard) if room >= rows // shards * actions)
+    capacity = head_room(per_shard, rows // shards * actions)
     episodes = rollout.tasks_per_iteration * rollout.group_size
     per_update = min(episodes, max(1, round(update.minibatch_steps / config.env.step_limit)))
     updates, micro = math.ceil(episodes / per_update), math.ceil(per_update / rows)
@@ -256,7 +257,7 @@ def plan_on(config: Config, name: str, shape: Qwen2Config, chip: Hardware, mesh:
         trained=trained,
         moments=2 * trained,
         copies=COPIES - 1 if lora else COPIES,
-        batch=per_shard * sum(np.dtype(_DTYPES.get(field, "f4")).itemsize for field in TrainBatch._fields),
+        batch=per_shard * sum(dtype.itemsize for dtype in _FIELDS.values()),
         temporaries=temporary_bytes(shape, mesh, rows, length, capacity, config.model.remat, config.lora),
         compiled=False,
         offload=update.offload_moments,
@@ -337,8 +338,8 @@ def lower_update(plan: Plan, config: Config) -> tuple[jax.stages.Lowered, jax.st
     params, frozen = (jax.tree.map(place, part, shardings(part, mesh)) for part in parts)
     over_rows = NamedSharding(mesh, spec("batch", "length"))
     size = (plan.rows, plan.length)
-    fields = [np.dtype(_DTYPES.get(field, "f4")) for field in TrainBatch._fields]
-    batch = [jax.ShapeDtypeStruct(size, dtype, sharding=over_rows) for dtype in fields]
+    fields = [jax.ShapeDtypeStruct(size, dtype, sharding=over_rows) for dtype in _FIELDS.values()]
+    batch = TrainBatch._make([*fields, None])  # without branches
     learner = Learner(
         graphdef,
         policy_optimizer(config.update),
@@ -348,7 +349,7 @@ def lower_update(plan: Plan, config: Config) -> tuple[jax.stages.Lowered, jax.st
         remat=config.model.remat,
         mesh=mesh,
     )
-    return learner.lower(params, TrainBatch._make(batch), plan.capacity)
+    return learner.lower(params, batch, plan.capacity)
 
 
 def compiled(plan: Plan, config: Config) -> Plan:

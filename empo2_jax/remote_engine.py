@@ -172,13 +172,12 @@ def canary_scorer(
         positions=np.tile(np.arange(len(ids), dtype=np.int32), (shape[0], 1)),
         loss_mask=mask,
         mode=np.zeros(shape, np.int8),
-        **dict.fromkeys(
-            (
-                *("advantages", "denominator_logprobs", "rollout_weight"),
-                *("token_weight", "mask_threshold", "reference_logprobs"),
-            ),
-            zeros,
-        ),
+        advantages=zeros,
+        denominator_logprobs=zeros,
+        rollout_weight=zeros,
+        token_weight=zeros,
+        mask_threshold=zeros,
+        reference_logprobs=zeros,
     )
 
     def score(params: Any) -> Float32[np.ndarray, " scored"]:

@@ -54,7 +54,12 @@ CHARTS: tuple[tuple[str, str, str, str], ...] = (
     ("Modes", "Importance ratio by mode", r"empo2/(on|on_memory|off)/ratio", "Mean ratio of new to old policy."),
     ("Modes", "Clipped and masked tokens", r"empo2/(.+/(?:clipfrac|masked))", "Shares of the tokens of a mode."),
     ("Modes", "Effective sample size", r"empo2/(on|on_memory|off)/ess", "Relative to the number of tokens."),
-    ("Modes", "What tips change", r"empo2/(off/kl_tips_vs_bare)", "Log-probability with tips less without, nats."),
+    (
+        "Modes",
+        "What tips change",
+        r"empo2/((?:off|on_memory)/kl_tips_vs_bare)",
+        "Log-probability with tips less without, nats.",
+    ),
     ("Optimization", "Entropy", r"actor/(entropy)", "Nats per token."),
     ("Optimization", "Gradient norm", r"actor/(grad_norm)", "Before clipping."),
     ("Optimization", "Policy loss", r"actor/(pg_loss)", "Mean over the updates of an iteration."),

@@ -22,7 +22,7 @@ from empo2_jax.algorithms.base import StepAdvantages, group_metrics, valid_episo
 from empo2_jax.checkpoint import CheckpointStore, RunLock, check_same_base
 from empo2_jax.config import Config
 from empo2_jax.config_file import dump_toml, load_config
-from empo2_jax.data.packing import pack
+from empo2_jax.data.packing import branch_room, fits, pack
 from empo2_jax.data.rows import build_rows, drop_unlikely_steps, minibatches, token_weights
 from empo2_jax.errors import CheckpointError, ConfigError
 from empo2_jax.evaluation import evaluate
@@ -269,24 +269,31 @@ class Trainer:
         be applied (no other metric has a part of them), `actor/lr` is the learning rate of the last one.
         """
         algorithm, update = self.config.algorithm, self.config.update
+        sizes = (update.buckets, update.micro_batch_tokens, self.learner.row_multiple)
+        room = branch_room(*sizes) if self.config.memory.placement == "latest" else None
         rows = build_rows(
-            episodes, advantages, min_token_prob=algorithm.min_token_prob, mask_modes=algorithm.mask_modes
+            episodes,
+            advantages,
+            min_token_prob=algorithm.min_token_prob,
+            mask_modes=algorithm.mask_modes,
+            branch_room=room,
         )
-        fits = [row for row in rows if len(row.token_ids) <= update.buckets[-1]]
+        fitting = [row for row in rows if fits(row, *sizes)]
         metrics = {
             "actor/rows_per_episode": len(rows) / max(len(episodes), 1),
-            "actor/rows_too_long": float(len(rows) - len(fits)),
+            "actor/rows_too_long": float(len(rows) - len(fitting)),
         }
-        if not fits:
+        if not fitting:
             return metrics | {"actor/updates": 0.0, "actor/skipped_updates": 0.0}
         score = partial(scorer, self.learner, buckets=update.buckets, micro_batch_tokens=update.micro_batch_tokens)
         filled, gaps = fill(
-            fits,
+            fitting,
             episodes,
             score(self.state.params),
             denominator=algorithm.off_policy_denominator,
             correction_cap=algorithm.rollout_correction_cap if self.corrected else None,
             reference=score(self.reference) if self.reference is not None else None,
+            branch_room=room,
         )
         totals: dict[str, np.ndarray] = {}
         count = skipped = 0

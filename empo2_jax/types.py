@@ -1,8 +1,8 @@
 """The nouns of the project: what flows from the environment to the optimizer.
 
 Axis letters: `P` tasks of an iteration, `G` episodes of a group, `N` = P·G, `S` steps of an episode,
-`R` rows, `B` packed rows of a batch, `T` tokens of a packed row, `A` action tokens of a step, `K` tips,
-`D` embedding. A ragged list carries its axes as a suffix (`returns_P_G`).
+`R` rows, `B` packed rows of a batch, `T` tokens of a packed row, `N` those of them in branches, `A` action tokens of
+a step, `K` tips, `D` embedding. A ragged list carries its axes as a suffix (`returns_P_G`).
 
 Four log-probabilities (nats, at the training temperature, over the full vocabulary), never mixed up:
 `behavior_logprobs` reported by the engine while sampling; `denominator_logprobs` recomputed by the trainer
@@ -159,16 +159,24 @@ class EpisodeGroup:
     episodes: tuple[Episode, ...]
 
 
+class Branch(NamedTuple):
+    """A side branch of a row: it continues the first `cut` tokens of the trunk and sees nothing else of the row."""
+
+    cut: int  # tokens of the trunk
+    length: int  # tokens of its own; the first is never an action token
+
+
 @dataclass(frozen=True)
 class Row:
-    """One token sequence for the model, under the prompt of the loss. `T` tokens; loss arrays are 0 off the mask.
+    """One token sequence, the trunk, and side branches that continue a prefix of it, one after another behind it.
 
-    `logprobs[t]` of every ledger belongs to the token at `t`, predicted from the tokens before it.
+    `T` tokens in all; loss arrays are 0 off the mask. `logprobs[t]` of every ledger belongs to the token at `t`,
+    predicted from the tokens before it in the trunk, or in the branch and the part of the trunk that it continues.
     """
 
     token_ids: Int32[np.ndarray, " T"]
-    loss_mask: Bool[np.ndarray, " T"]  # True on action tokens
-    step_index: Int32[np.ndarray, " T"]  # step of the action token, -1 elsewhere
+    loss_mask: Bool[np.ndarray, " T"]  # True on the action tokens of the loss, once for each
+    step_index: Int32[np.ndarray, " T"]  # step of the action token, of its copy in a branch too; -1 elsewhere
     behavior_logprobs: Float32[np.ndarray, " T"]  # nats, under the prompt that acted
     advantages: Float32[np.ndarray, " T"]
     token_weight: Float32[np.ndarray, " T"]  # see data/rows.py: the loss is one weighted sum
@@ -178,14 +186,30 @@ class Row:
     reference_logprobs: Float32[np.ndarray, " T"] | None = None
     rollout_weight: Float32[np.ndarray, " T"] | None = None
     mask_threshold: float = 0.0  # probability; 0 = no mask
+    branches: tuple[Branch, ...] = ()
+
+    @property
+    def trunk(self) -> int:
+        """Tokens of the trunk."""
+        return len(self.token_ids) - sum(branch.length for branch in self.branches)
+
+
+class Branches(NamedTuple):
+    """What tokens of branches see: their own branch up to themselves, and of the trunk a prefix."""
+
+    ids: Int32[np.ndarray, "B N"]  # of the branch, unique in a packed row and in one piece; 0 = padding
+    limits: Int32[np.ndarray, "B N"]  # column of the packed row at which the visible part of the trunk ends
 
 
 class TrainBatch(NamedTuple):
-    """Packed rows of fixed shape [B, T]; padding has segment 0 and loss mask False. A pytree without JAX."""
+    """Packed rows of fixed shape [B, T]; padding has segment 0 and loss mask False. A pytree without JAX.
+
+    Trunks come first; the last N columns hold the branches, if there are any.
+    """
 
     token_ids: Int32[np.ndarray, "B T"]
-    segment_ids: Int32[np.ndarray, "B T"]  # 1, 2, … per row packed in a sequence, 0 = padding
-    positions: Int32[np.ndarray, "B T"]  # restart at 0 in every segment
+    segment_ids: Int32[np.ndarray, "B T"]  # 1, 2, … per row packed in a sequence, branches too; 0 = padding
+    positions: Int32[np.ndarray, "B T"]  # restart at 0 in every segment, at the cut in every branch
     loss_mask: Bool[np.ndarray, "B T"]
     advantages: Float32[np.ndarray, "B T"]
     denominator_logprobs: Float32[np.ndarray, "B T"]
@@ -194,6 +218,7 @@ class TrainBatch(NamedTuple):
     mask_threshold: Float32[np.ndarray, "B T"]  # probability, 0 = off
     reference_logprobs: Float32[np.ndarray, "B T"]
     mode: Int8[np.ndarray, "B T"]  # for metrics only: the learner has no branch on it
+    branches: Branches | None = None
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from flax import nnx
 
 from empo2_jax.adaptation import LABEL, adapt, record
 from empo2_jax.config import EvaluationConfig, MemoryConfig, UpdateConfig
+from empo2_jax.data.packing import branch_room
 from empo2_jax.data.rows import acting_rows, build_rows
 from empo2_jax.envs import toy
 from empo2_jax.evaluation import evaluate
@@ -55,7 +56,8 @@ def memory_with_tips(steps: int = 4) -> Any:
     return memory
 
 
-def test_05_engine_and_trainer_agree_at_the_sampling_temperature_under_the_acting_prompt():
+@pytest.mark.parametrize("placement", ["history", "latest"])
+def test_05_engine_and_trainer_agree_at_the_sampling_temperature_under_the_acting_prompt(placement: str):
     shape = Qwen2Config(
         vocab_size=word_tokenizer().size,
         hidden_size=16,
@@ -70,14 +72,15 @@ def test_05_engine_and_trainer_agree_at_the_sampling_temperature_under_the_actin
     model = Qwen2(shape, rngs=nnx.Rngs(0))
     graphdef, params = nnx.split(model)
     engine = JaxEngine(model, slots=3, max_length=256)
-    episodes = collect(CorridorFamily(3), list(Mode), engine=engine, memory=memory_with_tips())
+    episodes = collect(CorridorFamily(3), list(Mode), engine=engine, memory=memory_with_tips(), placement=placement)
     assert all(step.tips for step in episodes[Mode.OFF_POLICY].steps)
     learner = Learner(
         graphdef, policy_optimizer(UpdateConfig()), supervised_loss, temperature=TEMPERATURE, remat="none"
     )
     score = scorer(learner, params, [256], 1024)
-    rows = build_rows(episodes, [0.0] * 3)
-    filled, gaps = fill(rows, episodes, score, denominator="behavior", correction_cap=2.0)
+    room = branch_room([256], 1024) if placement == "latest" else None
+    rows = build_rows(episodes, [0.0] * 3, branch_room=room)
+    filled, gaps = fill(rows, episodes, score, denominator="behavior", correction_cap=2.0, branch_room=room)
     for row in filled:
         expected = row.behavior_logprobs[row.loss_mask]
         np.testing.assert_allclose(row.denominator_logprobs[row.loss_mask], expected, atol=1e-4)
@@ -128,6 +131,30 @@ def test_07_history_gives_one_row_per_episode_under_the_loss_prompt(mode: Mode):
     for other in acting:
         assert other.token_ids.tolist().count(earlier) == 5
         assert other.token_ids[other.loss_mask].tolist() == row.token_ids[row.loss_mask].tolist()
+
+
+def test_07_latest_puts_the_loss_on_branches_on_policy_and_on_the_trunk_off_policy():
+    episodes = collect(CorridorFamily(5), list(Mode), memory=memory_with_tips(5), placement="latest")
+    (earlier,) = word_tokenizer().encode("earlier")
+    plain, on_memory, off = build_rows(episodes, [1.0] * 3, branch_room=10_000)
+    for row, episode in zip((plain, on_memory, off), episodes, strict=True):
+        last = episode.steps[-1]
+        trunk = np.concatenate([last.bare_prompt_ids, last.action_ids])
+        assert row.token_ids[: row.trunk].tolist() == trunk.tolist()
+        assert earlier not in trunk
+        assert row.loss_mask.sum() == sum(len(step.action_ids) for step in episode.steps)
+    assert not plain.branches and not off.branches
+    assert not on_memory.loss_mask[: on_memory.trunk].any()
+    (acting,) = acting_rows(episodes, 10_000)
+    for row, episode in ((on_memory, episodes[1]), (acting, episodes[2])):
+        start = row.trunk
+        for step, branch in zip(episode.steps, row.branches, strict=True):
+            whole = np.concatenate([step.prompt_ids, step.action_ids]).tolist()
+            own = row.token_ids[start : start + branch.length].tolist()
+            assert row.token_ids[: branch.cut].tolist() + own == whole
+            assert own.count(earlier) == 1
+            start += branch.length
+        assert start == len(row.token_ids)
 
 
 def test_07_tips_of_earlier_turns_stay_and_nothing_is_cut_out():

@@ -23,9 +23,10 @@ Score = Callable[[Sequence[Row]], Values]
 
 
 def scorer(learner: Learner, params: object, buckets: Sequence[int], micro_batch_tokens: int) -> Score:
-    """A function from rows to the log-probs of their action tokens under `params`, nats."""
+    """A function from rows to the log-probs of their action tokens, in branches too, under `params`, nats."""
 
     def score(rows: Sequence[Row]) -> Values:
+        rows = [replace(row, loss_mask=row.step_index >= 0) for row in rows]
         packed = pack(rows, buckets, micro_batch_tokens, learner.row_multiple)
         return unpack([learner.logprobs(params, batch)[0] for batch in packed.batches], packed.placements)
 
@@ -40,23 +41,23 @@ def fill(
     denominator: Literal["student", "behavior"],
     correction_cap: float | None,
     reference: Score | None = None,
+    branch_room: int | None = None,
 ) -> tuple[list[Row], dict[str, float]]:
     """Rows with their ledgers, and the metrics of the gap between engine and trainer.
 
     Args:
-        rows: Rows under P_loss, none longer than the largest bucket.
+        rows: Rows under P_loss that fit into batches.
         episodes: The valid episodes that the rows index.
-        score: Log-probs under θ0.
+        score: Log-probs under θ0, of all action tokens of a row.
         denominator: Of `OFF_POLICY` rows.
         correction_cap: Cap of the rollout weight; None = no correction (the weight stays 1).
         reference: Log-probs under the policy at the start of RL, when a KL term needs them.
+        branch_room: That of the rows, see `build_rows`; with it one forward pass has both prompts of an episode.
     """
-    own = score(rows)
-    acting = own
-    off_policy = any(row.mode == Mode.OFF_POLICY for row in rows)
-    if off_policy and (denominator == "behavior" or correction_cap is not None):
-        tipped = acting_rows(episodes)
-        acting = transfer(tipped, score(tipped), rows, own)
+    tipped: list[Row] = []
+    if denominator == "behavior" or correction_cap is not None:
+        tipped = acting_rows(episodes, branch_room)
+    own, acting, bare = _conditioned(rows, tipped, score, joint=branch_room is not None)
     references: Sequence[Float32[np.ndarray, " _"] | None] = reference(rows) if reference else [None] * len(rows)
     filled = [
         replace(
@@ -69,23 +70,45 @@ def fill(
         )
         for row, mine, acts, base in zip(rows, own, acting, references, strict=True)
     ]
-    return filled, _gaps(rows, own, acting)
+    return filled, _gaps(rows, own, acting, bare)
 
 
-def _gaps(rows: Sequence[Row], own: Values, acting: Values) -> dict[str, float]:
+def _conditioned(
+    rows: Sequence[Row], tipped: Sequence[Row], score: Score, joint: bool
+) -> tuple[Values, Values, Values]:
+    """Log-probs of the loss tokens under P_loss, P_act and the trunk of a branch; P_loss where the last are not known.
+
+    Where `tipped` has both prompts of an episode (`joint`), its row in `rows` is not scored.
+    """
+    known = {row.episode for row in tipped} if joint else set()
+    scored = iter(score([row for row in rows if row.episode not in known]))
+    blank = [np.zeros(len(row.token_ids), np.float32) for row in rows]
+    full = [zero if row.episode in known else next(scored) for row, zero in zip(rows, blank, strict=True)]
+    own = [np.where(row.loss_mask, values, zero) for row, values, zero in zip(rows, full, blank, strict=True)]
+    bare = transfer(rows, full, rows, own, trunk=True)
+    if not tipped:
+        return own, own, bare
+    seen = score(tipped)
+    own = transfer(tipped, seen, rows, own, trunk=True) if joint else own
+    return own, transfer(tipped, seen, rows, own), bare
+
+
+def _gaps(rows: Sequence[Row], own: Values, acting: Values, bare: Values) -> dict[str, float]:
     """Engine against trainer where both have seen one prompt; tips against no tips."""
-    known = zip(rows, own, acting, strict=True)
-    same = [_gap(row, acts) for row, mine, acts in known if row.mode != Mode.OFF_POLICY or acts is not mine]
-    tips = [_gap(row, mine) for row, mine in zip(rows, own, strict=True) if row.mode == Mode.OFF_POLICY]
+    same, off, on_memory = [], [], []
+    for row, mine, acts, trunk in zip(rows, own, acting, bare, strict=True):
+        if row.mode != Mode.OFF_POLICY or acts is not mine:
+            same.append((row.behavior_logprobs - acts)[row.loss_mask])
+        if row.mode == Mode.OFF_POLICY:
+            off.append(((row.behavior_logprobs if acts is mine else acts) - mine)[row.loss_mask])
+        if row.branches:
+            on_memory.append((mine - trunk)[row.loss_mask])
     metrics = {}
     if same and (gap := np.concatenate(same)).size:
         metrics["mismatch/logprob_abs_diff"] = float(np.abs(gap).mean())
         metrics["mismatch/logprob_abs_diff_max"] = float(np.abs(gap).max())
         metrics["mismatch/kl"] = float(gap.mean())
-    if tips and (gap := np.concatenate(tips)).size:
-        metrics["empo2/off/kl_tips_vs_bare"] = float(gap.mean())
+    for mode, gaps in ((Mode.OFF_POLICY, off), (Mode.ON_POLICY_WITH_MEMORY, on_memory)):
+        if gaps and (gap := np.concatenate(gaps)).size:
+            metrics[f"empo2/{mode.label}/kl_tips_vs_bare"] = float(gap.mean())
     return metrics
-
-
-def _gap(row: Row, logprobs: Float32[np.ndarray, " T"]) -> Float32[np.ndarray, " A"]:
-    return (row.behavior_logprobs - logprobs)[row.loss_mask]

@@ -142,7 +142,7 @@ class Learner:
     def _forward(self, params: Any, frozen: Any, batch: TrainBatch, capacity: int) -> tuple[Array, Array]:
         model: Qwen2 = nnx.merge(self._graphdef, params, frozen)
         token_ids, positions, segment_ids = map(jnp.asarray, (batch.token_ids, batch.positions, batch.segment_ids))
-        hidden = model(token_ids, positions, segment_ids, remat=self._remat)
+        hidden = model(token_ids, positions, segment_ids, batch.branches, remat=self._remat)
         mask = jnp.asarray(batch.loss_mask)
         return action_logprobs(hidden, model.head, token_ids, mask, temperature=self._temperature, capacity=capacity)
 
@@ -168,12 +168,17 @@ class Learner:
         return jax.device_put(batch, NamedSharding(self._mesh, spec("batch", "length")))
 
     def _capacity(self, batch: TrainBatch) -> int:
-        """Room for the action tokens of any shard: a sixteenth, a quarter or all of it, so that few shapes compile."""
+        """Room for the action tokens of any shard."""
         rows, shards = len(batch.loss_mask), self.row_multiple
         if rows % shards:
             raise ConfigError(f"a batch of {rows} rows does not divide over data × fsdp = {shards} devices of the mesh")
         count, size = np.asarray(batch.loss_mask).reshape(shards, -1).sum(axis=1).max(), batch.loss_mask.size // shards
-        return next(room for room in (size // 16, size // 4, size) if room >= count)
+        return head_room(size, int(count))
+
+
+def head_room(tokens: int, actions: int) -> int:
+    """Room for action tokens at the head: the least of a few shares of all tokens, so that few shapes compile."""
+    return next(room for room in (tokens // 16, tokens // 8, tokens // 4, tokens // 2, tokens) if room >= actions)
 
 
 def supervised_loss(

@@ -23,6 +23,8 @@ from empo2_jax.models.sharding import constrain, spec
 from empo2_jax.models.vocabulary import embed
 from empo2_jax.ops.attention import cached_attention
 from empo2_jax.ops.attention_kernels import KERNELS
+from empo2_jax.ops.branch_attention import branch_attention
+from empo2_jax.types import Branches
 
 __all__ = ["REMAT_POLICIES", "KVCache", "Qwen2", "Qwen2Config", "init_cache"]
 
@@ -161,6 +163,7 @@ class Qwen2(nnx.Module):
         token_ids: Int32[Array, "B T"],
         positions: Int32[Array, "B T"],
         segment_ids: Int32[Array, "B T"],
+        branches: Branches | None = None,
         *,
         remat: str = "none",
     ) -> Float[Array, "B T D"]:
@@ -168,13 +171,20 @@ class Qwen2(nnx.Module):
 
         Args:
             token_ids: Tokens, each below the vocabulary size.
-            positions: Position inside the segment, ascending from 0.
+            positions: Position inside the segment, ascending from 0; in a branch going on from its cut.
             segment_ids: Attention stays inside a segment; 0 is padding, whose outputs are finite and meaningless.
+            branches: What the last columns see, if they hold side branches.
             remat: Name in `REMAT_POLICIES`: what is kept for the backward pass; the rest is computed again.
         """
+        trunk = token_ids.shape[1] - (0 if branches is None else branches.ids.shape[1])
 
         def attend(window: int | None, q: Array, k: Array, v: Array) -> Array:
-            return _packed_attention(self.attention, window, q, k, v, positions, segment_ids)
+            own = (x[:, :trunk] for x in (q, k, v))
+            heads = _packed_attention(self.attention, window, *own, positions[:, :trunk], segment_ids[:, :trunk])
+            if branches is None:
+                return heads
+            sides = branch_attention(q[:, trunk:], k, v, positions, segment_ids, branches, window)
+            return jnp.concatenate([heads, sides], axis=1)
 
         x, rotation = self._embed(token_ids), self._rotation(positions)
         # One loop over stacked weights for each run of equal layers: 30 unrolled ones take a minute to compile.

@@ -6,16 +6,19 @@ query that sees nothing (padding) yields finite values. Rows are processed in ch
 `jax.checkpoint`, so that no [T, T] array exists in the forward or the backward pass, and keys behind the queries, which
 causal attention never sees, are mostly left out.
 
-This is portable XLA code, not a fused kernel.
+Attention over parts of the keys can be merged, see `ops/branch_attention.py`. This is portable XLA code, not a fused
+kernel.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
 QUERY_CHUNK = 128  # queries whose scores exist at a time
 _SPANS = 8  # at most so many pieces of a row, each over the keys up to its end
-_HIDDEN = -1e30  # score of an invisible key; finite, so that fully masked rows do not produce NaN
+HIDDEN = -1e30  # score of an invisible key; finite, so that fully masked rows do not produce NaN
 
 
 def segment_attention(
@@ -53,7 +56,7 @@ def segment_attention(
         def attend(piece: tuple[Array, Array, Array]) -> Array:
             q, query_positions, query_segments = piece
             visible = query_segments[:, :, None] == segment_ids[:, None, :stop]
-            visible &= _causal(query_positions, positions[:, None, :stop], window)
+            visible &= causal(query_positions, positions[:, None, :stop], window)
             return _attend(q, keys[..., :stop], values[..., :stop], visible)
 
         out = jax.lax.map(attend, (split(q), split(positions), split(segment_ids)))
@@ -81,11 +84,11 @@ def cached_attention(
         window: As in `segment_attention`.
     """
     columns = jnp.arange(keys.shape[2], dtype=jnp.int32)[None, None]
-    visible = _causal(positions, columns, window)
+    visible = causal(positions, columns, window)
     return _attend(q, keys.swapaxes(2, 3), values.swapaxes(2, 3), visible)
 
 
-def _causal(queries: Int32[Array, "B Tq"], keys: Int32[Array, "#B 1 Tk"], window: int | None) -> Bool[Array, "B Tq Tk"]:
+def causal(queries: Int32[Array, "B Tq"], keys: Int32[Array, "#B 1 Tk"], window: int | None) -> Bool[Array, "B Tq Tk"]:
     """Which key position each query position may see."""
     distance = queries[:, :, None] - keys
     visible = distance >= 0
@@ -98,6 +101,23 @@ def _attend(
     values: Float[Array, "B K d Tk"],
     visible: Bool[Array, "B Tq Tk"],
 ) -> Float[Array, "B Tq H d"]:
+    return finish_softmax(partial_softmax(q, keys, values, visible), values.dtype)
+
+
+class PartialSoftmax(NamedTuple):
+    """Attention over a part of the keys: f32, not divided by the sum of its weights yet."""
+
+    weighted: Float[Array, "B K Tq G d"]
+    peak: Float[Array, "B K Tq G 1"]  # score that the weights are relative to; carries no gradient
+    total: Float[Array, "B K Tq G 1"]
+
+
+def partial_softmax(
+    q: Float[Array, "B Tq H d"],
+    keys: Float[Array, "B K d Tk"],
+    values: Float[Array, "B K d Tk"],
+    visible: Bool[Array, "B Tq Tk"],
+) -> PartialSoftmax:
     """Scaled dot-product attention; the groups of a key head are extra rows of its query matrix.
 
     Keys and values lie [d, Tk] because their gradients do: as [Tk, d] they are products whose large factor is
@@ -110,10 +130,24 @@ def _attend(
     grouped = grouped.reshape(rows, kv_heads, length * groups, size)
     scores = jnp.einsum("bkqd,bkds->bkqs", grouped, keys, preferred_element_type=jnp.float32) * size**-0.5
     scores = scores.reshape(rows, kv_heads, length, groups, -1)
-    scores = jnp.where(visible[:, None, :, None, :], scores, _HIDDEN)
-    weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
+    scores = jnp.where(visible[:, None, :, None, :], scores, HIDDEN)
+    peak = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
+    weights = jnp.exp(scores - peak)
     total = weights.sum(axis=-1, keepdims=True)
     weights = weights.reshape(rows, kv_heads, length * groups, -1).astype(values.dtype)
     out = jnp.einsum("bkqs,bkds->bkqd", weights, values, preferred_element_type=jnp.float32)
-    out = (out.reshape(rows, kv_heads, length, groups, size) / total).astype(values.dtype)
-    return out.transpose(0, 2, 1, 3, 4).reshape(q.shape)
+    return PartialSoftmax(out.reshape(rows, kv_heads, length, groups, size), peak, total)
+
+
+def merge_softmax(one: PartialSoftmax, other: PartialSoftmax) -> PartialSoftmax:
+    """Attention over the keys of both parts."""
+    peak = jax.lax.stop_gradient(jnp.maximum(one.peak, other.peak))
+    left, right = (jnp.exp(jax.lax.stop_gradient(part.peak) - peak) for part in (one, other))
+    weighted = left * one.weighted + right * other.weighted
+    return PartialSoftmax(weighted, peak, left * one.total + right * other.total)
+
+
+def finish_softmax(part: PartialSoftmax, dtype: DTypeLike) -> Float[Array, "B Tq H d"]:
+    """The heads side by side again, in `dtype`."""
+    out = (part.weighted / part.total).astype(dtype).transpose(0, 2, 1, 3, 4)
+    return out.reshape(*out.shape[:2], -1, out.shape[-1])

@@ -80,7 +80,7 @@ def policy_loss(
     Returns:
         The loss, and the sums that `finalize_metrics` turns into metrics; both add up over micro-batches.
     """
-    chex.assert_equal_shape((logprobs, entropy, *batch))
+    chex.assert_equal_shape((logprobs, entropy, *jax.tree.leaves(batch._replace(branches=None))))
     mask, advantages, modes = map(jnp.asarray, (batch.loss_mask, batch.advantages, batch.mode))
     weight = jnp.where(mask, batch.token_weight, 0.0)
     logprobs, entropy = jnp.where(mask, logprobs, 0.0), jnp.where(mask, entropy, 0.0)

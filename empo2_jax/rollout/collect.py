@@ -1,9 +1,10 @@
 """Collecting episodes: retrieve tips, render, generate, step; all episodes of a wave move together.
 
 A wave holds at most as many episodes as the engine has slots, in the order of the assignments, so what is batched with
-what is a function of the configuration and never of arrival times. Both prompts of an episode are kept as two
-append-only sequences, with and without tips (paper section 4.2): nothing is ever cut out of a prompt. This module
-writes no tips (`reflect`) and computes no learning signal.
+what is a function of the configuration and never of arrival times. The prompt without tips is an append-only sequence;
+so is the one with tips where they stay in their turns (paper section 4.2), or it is the former with tips in the newest
+turn (`memory.placement`). Nothing is ever cut out of a prompt. This module writes no tips (`reflect`) and computes no
+learning signal.
 """
 
 import time
@@ -209,8 +210,9 @@ class Collector:
             live.bare, live.prompt = self._chat.opening(turn), self._chat.opening(turn + block)
         else:
             turn, answer = self._family.next_turn(text), live.steps[-1].action_ids
+            past = live.prompt if self._memory.placement == "history" else live.bare
+            live.prompt = np.concatenate([past, answer, self._chat.following(answer, turn + block)])
             live.bare = np.concatenate([live.bare, answer, self._chat.following(answer, turn)])
-            live.prompt = np.concatenate([live.prompt, answer, self._chat.following(answer, turn + block)])
         if len(live.prompt) >= self._rollout.max_length:
             live.stop = StopReason.LENGTH
 

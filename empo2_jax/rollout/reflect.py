@@ -1,7 +1,8 @@
 """Tips: after an episode the policy is asked for one line of advice to itself (paper section 4.1 and appendix).
 
-The request is one more user turn on the prompt that acted, so the engine still holds the episode's cache and only the
-request is new. Tips are sampled at the training temperature and are never trained on.
+The request is one more user turn on the prompt that acted, or where tips stand in the newest turn alone on the prompt
+without them: the engine still holds most of its cache. Tips are sampled at the training temperature and are never
+trained on.
 """
 
 from collections.abc import Sequence
@@ -43,6 +44,7 @@ class PolicyTipWriter:
         banned_from: int,
     ):
         self._chat, self._family, self._seed = chat, family, seed
+        self._placement = memory.placement
         self._sampling = Sampling(memory.tip_max_tokens, temperature, chat.stop_ids, banned_from=banned_from)
 
     def write(self, engine: Engine, lives: Sequence["Live"]) -> None:
@@ -65,7 +67,8 @@ class PolicyTipWriter:
         assert live.observation is not None
         last = live.steps[-1]
         turn = self._family.tip_request(live.observation.text, live.observation.score)
-        prompt = np.concatenate([last.prompt_ids, last.action_ids, self._chat.following(last.action_ids, turn)])
+        past = last.prompt_ids if self._placement == "history" else last.bare_prompt_ids
+        prompt = np.concatenate([past, last.action_ids, self._chat.following(last.action_ids, turn)])
         if len(prompt) + self._sampling.max_tokens > engine.max_length:
             return None
         return Request(live.assignment.id, prompt, words(self._seed, "tip", live.assignment.id), self._sampling)

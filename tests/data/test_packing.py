@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from empo2_jax.data.packing import Placement, pack, unpack
+from empo2_jax.data.packing import Placement, branch_room, fits, pack, unpack
 from empo2_jax.data.rows import build_rows
 from empo2_jax.types import Mode, Row
 from tests.fixtures.episodes import make_episode
@@ -57,6 +57,33 @@ def test_shapes_come_from_the_buckets_alone() -> None:
     rows = [row_of(length) for length in (3, 4, 7, 8, 15, 16, 30, 3, 9, 31) for _ in range(3)]
     shapes = {batch.token_ids.shape for batch in pack(rows, [4, 8, 16, 32], 64).batches}
     assert shapes <= {(16, 4), (8, 8), (4, 16), (2, 32)}
+
+
+def test_rows_with_branches_lie_apart_trunks_before_branches() -> None:
+    made = [make_episode([[30, 31], [40]], mode=Mode.ON_POLICY_WITH_MEMORY, latest=(3, 1)), make_episode([[50]])]
+    rows = build_rows(made, [1.0, 1.0], branch_room=99)
+    packed = pack([rows[0], rows[1], rows[0]], [8, 16], 48)
+    assert packed.placements == [Placement(1, 0, 0, 7, 16, 9), Placement(0, 0, 0, 3), Placement(1, 0, 7, 7, 25, 9)]
+    plain, tree = packed.batches
+    assert (plain.token_ids.shape, plain.branches) == ((6, 8), None)
+    assert tree.token_ids.shape == (1, 48) and tree.branches is not None
+    assert tree.token_ids[0, :7].tolist() == [1, 10, 30, 31, 1, 11, 40]
+    assert tree.token_ids[0, 16:25].tolist() == [90, 91, 92, 10, 30, 31, 90, 11, 40]
+    assert tree.branches.ids[0].tolist() == [1] * 6 + [2] * 3 + [3] * 6 + [4] * 3 + [0] * 14
+    assert tree.branches.limits[0, :18].tolist() == [1] * 6 + [5] * 3 + [8] * 6 + [12] * 3
+    assert tree.positions[0, 16:25].tolist() == [1, 2, 3, 4, 5, 6, 5, 6, 7]
+    assert tree.segment_ids[0, 16:34].tolist() == [1] * 9 + [2] * 9
+    back = unpack([batch.token_ids.astype(np.float32) for batch in packed.batches], packed.placements)
+    assert [values.tolist() for values in back] == [rows[index].token_ids.tolist() for index in (0, 1, 0)]
+
+
+def test_a_row_with_branches_beyond_every_shape_is_reported() -> None:
+    made = [make_episode([[30]], mode=Mode.ON_POLICY_WITH_MEMORY, latest=(count,)) for count in (4, 8)]
+    rows = build_rows(made, [1.0, 1.0], branch_room=2)
+    assert [len(row.token_ids) - row.trunk for row in rows] == [6, 10]
+    assert pack(rows, [8], 16).dropped == [1]
+    assert [fits(row, [8], 16) for row in rows] == [True, False]
+    assert (branch_room([8], 16), branch_room([8], 32), branch_room([4, 8], 32, 2)) == (8, 24, 8)
 
 
 def test_small_buckets_are_left_out_where_that_saves_a_batch() -> None:

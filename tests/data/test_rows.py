@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from empo2_jax.data.rows import acting_rows, build_rows, drop_unlikely_steps, minibatches, token_weights, transfer
-from empo2_jax.types import Mode
+from empo2_jax.types import Branch, Mode
 from tests.fixtures.episodes import TIP_ID, make_episode
 
 ACTIONS = ((5, 6), (7,), (8, 9, 5))
@@ -52,6 +52,29 @@ def test_prompt_of_the_loss_by_mode(mode: Mode) -> None:
     assert row.mask_threshold == (0.01 if mode == Mode.OFF_POLICY else 0.0)
     (every,) = build_rows([make_episode(ACTIONS, mode=mode)], [1.0], min_token_prob=0.01, mask_modes="all")
     assert every.mask_threshold == 0.01
+
+
+def test_a_row_with_too_many_branches_goes_on_in_another_with_the_trunk_again() -> None:
+    episode = make_episode([[5, 6], [7], [8]], mode=Mode.ON_POLICY_WITH_MEMORY, latest=(2, 0, 3))
+    first, second = build_rows([episode], [2.0], branch_room=6)
+    (whole,) = build_rows([episode], [2.0], branch_room=10)
+    trunk = [1, 10, 5, 6, 1, 11, 7, 1, 12, 8]
+    assert whole.token_ids.tolist() == [*trunk, 90, 91, 10, 5, 6, 90, 91, 92, 12, 8]
+    assert whole.branches == (Branch(1, 5), Branch(8, 5))
+    assert whole.token_ids[whole.loss_mask].tolist() == [7, 5, 6, 8]  # the step without tips on the trunk
+    assert whole.step_index.tolist() == [-1, -1, 0, 0, -1, -1, 1, -1, -1, 2, -1, -1, -1, 0, 0, -1, -1, -1, -1, 2]
+    assert first.token_ids.tolist() == [*trunk[:7], 90, 91, 10, 5, 6]
+    assert second.token_ids.tolist() == [*trunk, 90, 91, 92, 12, 8]
+    assert (first.branches, second.branches) == ((Branch(1, 5),), (Branch(8, 5),))
+    assert [row.token_ids[row.loss_mask].tolist() for row in (first, second)] == [[7, 5, 6], [8]]
+    assert second.step_index.tolist() == [-1] * 9 + [2] + [-1] * 4 + [2]
+    weighted = token_weights([first, second], "seq-mean-token-mean")
+    assert sum(float(row.token_weight.sum()) for row in weighted) == pytest.approx(1.0)
+    values = [np.arange(len(row.token_ids), dtype=np.float32) for row in (first, second)]
+    there = transfer([first, second], values, [whole], [np.zeros(20, np.float32)])
+    assert there[0][whole.loss_mask].tolist() == [6, 10, 11, 14]
+    bare = transfer([first, second], values, [whole], [np.zeros(20, np.float32)], trunk=True)
+    assert bare[0][whole.loss_mask].tolist() == [6, 2, 3, 9]
 
 
 def test_values_move_from_acting_rows_to_loss_rows_by_episode_step_and_offset() -> None:

@@ -200,6 +200,24 @@ def test_17_adaptation_is_labeled_and_changes_nothing_of_the_run(
     assert (kept["iteration"], kept["memory"], kept["split"]) == (1, "run", "train")
 
 
+def test_tips_in_the_newest_turn_alone_learn_on_branches_and_resume_bit_for_bit(tmp_path: Path) -> None:
+    options = ("--memory.placement", "latest", "--algorithm.p_memory", "0.8", "--rollout.group_size", "8")
+    whole = train(tmp_path / "whole", *options)
+    _, second = read_metrics(whole)
+    assert second["mismatch/logprob_abs_diff_max"] <= 1e-5
+    for mode in ("on_memory", "off"):
+        assert second[f"empo2/{mode}/ratio"] == pytest.approx(1.0, abs=1e-6)
+        assert abs(second[f"empo2/{mode}/kl_tips_vs_bare"]) > 1e-3
+    parts = train(tmp_path / "parts", *options, "--run.iterations", "1")
+    # without tips so far, the placement made no difference
+    history = train(tmp_path / "history", *options, "--run.iterations", "1", "--memory.placement", "history")
+    assert untimed(read_metrics(history)) == untimed(read_metrics(parts))
+    assert content_hash(history) == content_hash(parts)
+    before = content_hash(whole)
+    train(whole, *options, "--resume", str(whole / "checkpoints/1"))
+    assert content_hash(whole) == before
+
+
 def test_commands_on_the_finished_run(toy_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def output(*arguments: str) -> str:
         assert main(arguments) == 0

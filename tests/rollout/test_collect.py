@@ -95,6 +95,51 @@ def test_both_prompts_are_append_only(mode: Mode):
             assert getattr(after, name)[: len(past)].tolist() == past.tolist()
 
 
+@pytest.mark.parametrize("steps", [1, 3, 10])
+def test_tips_in_the_newest_turn_leave_the_bare_prompt_alone_and_branch_off_it(steps: int):
+    memory = taught(steps)
+    tipped, plain = (
+        run(CorridorFamily(steps), [Assignment("i0/g0/e0", corridor(), mode)], memory=memory, placement="latest")[0]
+        for mode in (Mode.OFF_POLICY, Mode.ON_POLICY)
+    )
+    assert len(tipped.steps) == len(plain.steps) == steps
+    (tip_id,) = word_tokenizer().encode(TIPS_WORD)
+    past, cut = 0, 0
+    for off, on in zip(tipped.steps, plain.steps, strict=True):
+        assert off.action_ids.tolist() == on.action_ids.tolist()
+        assert off.bare_prompt_ids.tolist() == on.bare_prompt_ids.tolist() == on.prompt_ids.tolist()
+        assert off.tips
+        assert off.prompt_ids.tolist().count(tip_id) == 1
+        assert tip_id not in off.bare_prompt_ids
+        assert off.cached_tokens == cut  # rolled back to where the tips of the turn before began
+        cut = int(np.argmin(off.bare_prompt_ids == off.prompt_ids[: len(off.bare_prompt_ids)]))
+        assert cut > past  # the observation of the turn comes before its tips
+        past = len(off.bare_prompt_ids) + len(off.action_ids)
+
+
+def test_placements_differ_in_nothing_but_the_tips_of_earlier_turns():
+    memory = taught(3)
+    history, latest = (
+        run(CorridorFamily(3), [Assignment("a", corridor(), Mode.OFF_POLICY)], memory=memory, placement=placement)[0]
+        for placement in ("history", "latest")
+    )
+    assert history.steps[0].prompt_ids.tolist() == latest.steps[0].prompt_ids.tolist()
+    for old, new in zip(history.steps, latest.steps, strict=True):
+        assert old.bare_prompt_ids.tolist() == new.bare_prompt_ids.tolist()
+        assert old.tips == new.tips
+    empty = [
+        run(
+            CorridorFamily(3),
+            [Assignment("a", corridor(), Mode.OFF_POLICY)],
+            memory=empty_memory(),
+            placement=placement,
+        )
+        for placement in ("history", "latest")
+    ]
+    for (one,), (other,) in [empty]:
+        assert [s.prompt_ids.tolist() for s in one.steps] == [s.prompt_ids.tolist() for s in other.steps]
+
+
 @pytest.mark.parametrize(("limit", "reason"), [(1, "step_limit"), (4, "step_limit"), (5, "done"), (9, "done")])
 def test_an_episode_has_exactly_the_allowed_steps(limit: int, reason: str):
     (episode,) = run(CorridorFamily(5), [Assignment("a", corridor())], step_limit=limit)

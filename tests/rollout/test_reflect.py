@@ -1,5 +1,6 @@
 """Writing tips: the acting prompt plus one turn, one line, and rules that state the toy world's facts."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,26 @@ def test_tip_prompt_is_the_acting_prompt_plus_one_turn(limit: int):
     assert episode.tip == " ".join(chat.text(completion.ids).split())
     assert episode.tip_tokens == len(completion.ids)
     assert episode.tip_prompt_tokens == len(expected) - len(last.prompt_ids) - len(last.action_ids)
+
+
+def test_tip_prompt_goes_on_without_tips_where_only_the_newest_turn_had_them():
+    family, memory = CorridorFamily(3), empty_memory()
+    engine = Recorder(spoken(word_chat(), lambda request: "look in the vase"))
+    collector = make_collector(engine, family, placement="latest")
+    (first,) = collector.collect([Assignment("a", corridor())], temperature=1.0)
+    remember(memory, [replace(first, tip="the bulb is in the vase .")])
+    settings = MemoryConfig(tip_max_tokens=12, placement="latest")
+    writer = PolicyTipWriter(word_chat(), family, settings, temperature=0.7, seed=3, banned_from=99)
+    tipped = Assignment("b", corridor(), Mode.ON_POLICY_WITH_MEMORY)
+    (episode,) = collector.collect([tipped], temperature=1.0, memory=memory, writer=writer)
+    collector.close()
+    ((request, completion),) = engine.calls[-1]
+    last = episode.steps[-1]
+    assert last.tips
+    trunk = np.concatenate([last.bare_prompt_ids, last.action_ids])
+    assert request.prompt_ids[: len(trunk)].tolist() == trunk.tolist()
+    cut = int(np.argmin(last.bare_prompt_ids == last.prompt_ids[: len(last.bare_prompt_ids)]))
+    assert 0 < completion.cached_tokens == cut
 
 
 def test_tip_prompt_of_an_episode_with_tips_shows_them():
