@@ -103,7 +103,9 @@ def make_family(experiment: Config) -> EnvironmentFamily:
             raise ConfigError(
                 f"env.name = {config.name!r} needs the package {error.name!r}: install the extra envs"
             ) from None
-        raise ConfigError(f"env.name = {config.name!r}: no such environment; toy and scienceworld are there") from None
+        raise ConfigError(
+            f"env.name = {config.name!r}: no such environment; toy, scienceworld and webshop are there"
+        ) from None
     return module.from_config(config, panel=panel, workers=experiment.rollout.slots)
 
 

@@ -22,6 +22,7 @@ from pydantic.fields import FieldInfo
 from rich.console import Console
 from rich.table import Table
 
+from empo2_jax import shop
 from empo2_jax.assets import cache_folder
 from empo2_jax.config import Config
 from empo2_jax.config_file import dump_toml, load_config
@@ -159,6 +160,8 @@ def build_parser() -> Parser:
     bench.add_argument("--suite", default="", metavar="A,B", help="only these suites (default: all)")
     bench.add_argument("--json", type=Path, metavar="FILE", help="write every sample")
     bench.add_argument("--check", action="store_true", help="exit with 1 where a stable figure misses its goal")
+    shop.add_commands(commands, _command)
+    shop.add_play(commands, _command)
     doctor = _command(commands, "doctor", _doctor, "check this machine; non-zero exit if something needed is missing")
     doctor.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="check for this configuration")
     return parser

@@ -44,6 +44,7 @@ def diagnose(config: Config | None = None) -> list[Check]:
         _package("scann", needed=config is not None and config.memory.index == "scann"),
         _package("scienceworld", needed=config is not None and scienceworld),
         _guarded("Java", _java, needed=config is not None and scienceworld),
+        _package("tantivy", needed=config is not None and config.env.name == "webshop"),
         _disk(config.run_dir if config else Path.cwd()),
         _memory(),
         _writable("run directory", config.run_dir if config else Path.cwd()),
