@@ -5,7 +5,6 @@ folder under the same path.
 """
 
 import os
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,18 +16,20 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Float32, Int32
-from safetensors import SafetensorError, safe_open
 
 from empo2_jax.config import Config
-from empo2_jax.errors import ConfigError, DataError
+from empo2_jax.errors import ConfigError
 from empo2_jax.learner.optim import policy_optimizer
 from empo2_jax.learner.step import Learner, supervised_loss
-from empo2_jax.models.hf_weights import named, save_model
 from empo2_jax.models.qwen2 import Qwen2
+from empo2_jax.models.qwen2_config import Qwen2Config
 from empo2_jax.models.tokenizer import Tokenizer
 from empo2_jax.rollout.sglang import SglangEngine
 from empo2_jax.rollout.sglang_client import Access
 from empo2_jax.rollout.sglang_pool import PoolSettings
+from empo2_jax.sync.bundle import read_bundle
+from empo2_jax.sync.manifest import versions
+from empo2_jax.sync.orbax_publish import Publisher
 from empo2_jax.types import TrainBatch
 
 VERSIONS_KEPT = 3  # a server may still read the one before the last
@@ -63,7 +64,6 @@ def make_remote_engine(
             f"rollout.weights_dir = {weights}: servers search it with a pattern; no *, ? and [ is allowed"
         )
     dtype, ids = config.served_dtype, canary_ids(tokenizer)
-    names = {name: value.shape for name, value in named(nnx.split(model)[1]).items()}
     return SglangEngine(
         server_urls(rollout.servers),
         access=Access(
@@ -85,9 +85,9 @@ def make_remote_engine(
         vocab_size=model.config.vocab_size,
         canary_ids=ids,
         canary_tolerance=config.canary_tolerance,
-        publish=partial(publish, weights, model=model, tokenizer_folder=folder, dtype=dtype),
+        publish=PublishedWeights(weights.resolve(), model.config, dtype=dtype, tokenizer_folder=folder),
         score=canary_scorer(config, model, mesh, ids),
-        validate=partial(check_weights, shapes=names),
+        validate=partial(read_bundle, model_config=model.config),
         router=rollout.router,
     )
 
@@ -109,41 +109,24 @@ def server_urls(servers: tuple[str, ...]) -> list[str]:
     return list(servers)
 
 
-def publish(
-    weights: Path, params: Any, policy_version: int, *, model: Qwen2, tokenizer_folder: Path, dtype: str
-) -> Path:
-    """Write a version as a Hugging Face folder, complete or not at all, and remove all but the newest few.
+class PublishedWeights:
+    """Versions under one folder, as `rollout.weights.Publish`; one writer at a time."""
 
-    A folder that is there already keeps its name: a run that went back writes other weights under the old number.
-    """
-    existing = [path for path in weights.glob("v*-*") if path.is_dir()]
-    stem = f"v{policy_version:06d}"
-    attempts = [int(path.name.removeprefix(f"{stem}-")) for path in existing if path.name.startswith(f"{stem}-")]
-    folder = weights / f"{stem}-{max(attempts, default=-1) + 1}"
-    save_model(folder.resolve(), params, model.config, dtype=jnp.dtype(dtype), tokenizer_folder=tokenizer_folder)
-    by_age = sorted(existing, key=lambda path: path.stat().st_mtime_ns)
-    for path in by_age[: max(0, len(by_age) + 1 - VERSIONS_KEPT)]:
-        shutil.rmtree(path, ignore_errors=True)
-    return folder.resolve()
+    def __init__(self, root: Path, config: Qwen2Config, *, dtype: str, tokenizer_folder: Path):
+        self._root = root
+        self._publisher = Publisher(
+            root, config, dtype=dtype, keep=VERSIONS_KEPT, tokenizer_folder=tokenizer_folder, orbax=False
+        )
 
+    def __call__(self, params: Any, policy_version: int) -> Path:
+        """Write a version; newer ones, of a run that went back, are set aside."""
+        if any(known >= policy_version for known in versions(self._root)):
+            self._publisher.set_aside_from(policy_version)
+        return self._publisher.publish(params, policy_version).wait()
 
-def check_weights(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Refuse a folder whose files are truncated or have other tensors than `shapes`; raises `DataError`.
-
-    Only headers and sizes are read: values are the canary's business.
-    """
-    found: dict[str, tuple[int, ...]] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="numpy") as file:
-                found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise DataError(f"{path}: truncated or not a safetensors file: {error}") from None
-    for name in sorted(shapes.keys() ^ found.keys()):
-        raise DataError(f"{folder}: tensor {name} is {'missing' if name in shapes else 'unknown to the model'}")
-    for name, shape in shapes.items():
-        if found[name] != shape:
-            raise DataError(f"{folder}: tensor {name} has shape {found[name]}, the model asks for {shape}")
+    def close(self) -> None:
+        """Give the folder free."""
+        self._publisher.close()
 
 
 def canary_ids(tokenizer: Tokenizer) -> Int32[np.ndarray, " canary"]:

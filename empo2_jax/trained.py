@@ -1,7 +1,7 @@
 """A run opened again: its policy is evaluated, adapted by memory or exported, its tips listed. Nothing is trained."""
 
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -136,17 +136,10 @@ def adapt_run(
 
 @contextmanager
 def _collector(config: Config, policy: assembly.Policy) -> Generator[tuple[Collector, EnvironmentFamily], None, None]:
-    family = assembly.make_family(config)
-    try:
-        engine = assembly.make_engine(config, policy)
+    with closing(assembly.make_family(config)) as family, closing(assembly.make_engine(config, policy)) as engine:
         engine.load(policy.params, chosen)
-        collector = assembly.make_collector(config, policy, engine, family)
-        try:
+        with closing(assembly.make_collector(config, policy, engine, family)) as collector:
             yield collector, family
-        finally:
-            collector.close()
-    finally:
-        family.close()
 
 
 def export_adapter(run_dir: Path, folder: Path, step: int | None = None) -> int:

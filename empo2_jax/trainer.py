@@ -89,6 +89,7 @@ class Trainer:
         self.memory = assembly.make_memory(config.memory, embedder)
         self.novelty = assembly.make_novelty(config.intrinsic, config.memory, embedder)
         self.engine = assembly.make_engine(config, self.policy)
+        stack.callback(self.engine.close)
         self.collector = assembly.make_collector(config, self.policy, self.engine, self.family)
         stack.callback(self.collector.close)
         self.writer = assembly.make_writer(config, self.policy, self.family) if config.algorithm.p_memory > 0 else None

@@ -11,6 +11,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,12 +136,10 @@ def make_start(config: Config, family: EnvironmentFamily, folder: Path) -> None:
 def _evaluate_untrained(config: Config, policy: Policy, family: EnvironmentFamily) -> dict[str, Any]:
     note(f"evaluating on {config.evaluation.split}, without memory (before the warm start)")
     engine = assembly.make_engine(config, policy)
-    engine.load(policy.params, 0)
-    collector = assembly.make_collector(config, policy, engine, family)
-    try:
-        panel = evaluate(collector, family, config.evaluation)
-    finally:
-        collector.close()
+    with closing(engine):
+        engine.load(policy.params, 0)
+        with closing(assembly.make_collector(config, policy, engine, family)) as collector:
+            panel = evaluate(collector, family, config.evaluation)
     return panel.record("before warm start", 0, config.evaluation.split)
 
 

@@ -1,6 +1,6 @@
 """What the trainer hands to rollout servers: versions as folders, its own log-probs of the canary, keys and URLs."""
 
-import os
+from contextlib import closing
 from pathlib import Path
 
 import jax
@@ -8,23 +8,22 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
-from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from empo2_jax.config import Config, parse_config
-from empo2_jax.errors import ConfigError, DataError
-from empo2_jax.models.hf_weights import named
+from empo2_jax.errors import ConfigError
 from empo2_jax.models.qwen2 import Qwen2, Qwen2Config
 from empo2_jax.models.sharding import make_mesh
 from empo2_jax.remote_engine import (
     CANARY_IDS,
+    PublishedWeights,
     canary_ids,
     canary_scorer,
-    check_weights,
     make_remote_engine,
-    publish,
     server_urls,
 )
+from empo2_jax.sync.bundle import read_bundle
+from empo2_jax.sync.manifest import versions
 from tests.fixtures.worlds import word_tokenizer, word_tokenizer_folder
 
 
@@ -64,8 +63,9 @@ def test_a_published_version_is_what_transformers_reads_and_scores_alike(
     model: Qwen2, tokens: Path, tmp_path: Path
 ) -> None:
     params, mesh = params_of(model), make_mesh(jax.devices(), 1, 1, 1)
-    folder = publish(tmp_path / "weights", params, 3, model=model, tokenizer_folder=tokens, dtype="float32")
-    assert folder.name == "v000003-0" and (folder / "tokenizer.json").is_file()
+    with closing(PublishedWeights(tmp_path, model.config, dtype="float32", tokenizer_folder=tokens)) as publish:
+        folder = publish(params, 3)
+    assert folder == tmp_path / "3" and (folder / "tokenizer.json").is_file()
     ids = canary_ids(word_tokenizer())
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
@@ -74,37 +74,17 @@ def test_a_published_version_is_what_transformers_reads_and_scores_alike(
     np.testing.assert_allclose(canary_scorer(Config(), model, mesh, ids)(params), expected, atol=1e-5)
 
 
-def test_versions_keep_their_folders_and_old_ones_go(model: Qwen2, tokens: Path, tmp_path: Path) -> None:
-    folders = []
-    for version in (1, 2, 2, 3):
-        folders.append(
-            publish(tmp_path, params_of(model), version, model=model, tokenizer_folder=tokens, dtype="bfloat16")
-        )
-        os.utime(folders[-1], ns=(len(folders), len(folders)))
-    assert [folder.name for folder in folders] == ["v000001-0", "v000002-0", "v000002-1", "v000003-0"]
-    assert [folder.is_dir() for folder in folders] == [False, True, True, True]
-
-
-def test_a_folder_that_does_not_fit_is_refused(model: Qwen2, tokens: Path, tmp_path: Path) -> None:
-    shapes = {name: value.shape for name, value in named(params_of(model)).items()}
-    folder = publish(tmp_path, params_of(model), 1, model=model, tokenizer_folder=tokens, dtype="float32")
-    check_weights(folder, shapes)
-    path = folder / "model.safetensors"
-    good, bytes_ = load_file(path), path.read_bytes()
-    name = "model.norm.weight"
-    for change, message in (
-        ({name: good[name][:-1].copy()}, rf"tensor {name} has shape \(15,\), the model asks for \(16,\)"),
-        ({"model.extra": good[name]}, r"tensor model\.extra is unknown to the model"),
-    ):
-        save_file(good | change, path)
-        with pytest.raises(DataError, match=message):
-            check_weights(folder, shapes)
-    save_file({key: value for key, value in good.items() if key != name}, path)
-    with pytest.raises(DataError, match=f"tensor {name} is missing"):
-        check_weights(folder, shapes)
-    path.write_bytes(bytes_[:-1])
-    with pytest.raises(DataError, match="truncated or not a safetensors file"):
-        check_weights(folder, shapes)
+def test_a_run_that_went_back_publishes_its_versions_anew(model: Qwen2, tokens: Path, tmp_path: Path) -> None:
+    params = params_of(model)
+    with closing(PublishedWeights(tmp_path, model.config, dtype="float32", tokenizer_folder=tokens)) as publish:
+        for version in (1, 2, 3, 4):
+            publish(params, version)
+        assert versions(tmp_path) == [2, 3, 4]
+        publish(jax.tree.map(lambda leaf: leaf + 1, params), 3)
+    assert versions(tmp_path) == [2, 3]
+    np.testing.assert_array_equal(
+        read_bundle(tmp_path / "3", model.config).read("model.norm.weight"), np.asarray(model.norm.weight[...]) + 1
+    )
 
 
 def test_a_closed_vocabulary_has_a_canary_of_all_its_words() -> None:

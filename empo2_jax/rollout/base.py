@@ -81,6 +81,10 @@ class Engine(Protocol):
         """Serve these weights from now on; every cached KV of older weights is dropped."""
         ...
 
+    def close(self) -> None:
+        """Release connections, threads and locks; safe to call twice."""
+        ...
+
 
 @runtime_checkable
 class Measured(Protocol):

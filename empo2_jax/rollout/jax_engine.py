@@ -131,6 +131,9 @@ class JaxEngine:
         self.policy_version = policy_version
         self.flush()
 
+    def close(self) -> None:
+        """Nothing to release."""
+
     def release(self, session: str) -> None:
         """Forget a session's cache; unknown sessions are ignored."""
         self._table.release(session)

@@ -44,6 +44,9 @@ class ReplayEngine:
             raise EngineError("a session occurs twice in one call of generate; one request per session is allowed")
         return [self._answer(request) for request in requests]
 
+    def close(self) -> None:
+        """Nothing to release."""
+
     def release(self, session: str) -> None:
         """Forget a session."""
         self._history.pop(session, None)

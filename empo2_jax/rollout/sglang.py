@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
@@ -25,7 +24,7 @@ from empo2_jax.rollout.base import Completion, Request
 from empo2_jax.rollout.chat import TokenIds
 from empo2_jax.rollout.sglang_client import MEMORY_TAGS, Access, SglangServer
 from empo2_jax.rollout.sglang_pool import PoolSettings, ServerPool
-from empo2_jax.rollout.weights import Bundle, Canary, Validate
+from empo2_jax.rollout.weights import Bundle, Canary, Publish, Validate
 
 Result = TypeVar("Result")
 SCRAPED = {
@@ -54,7 +53,7 @@ class SglangEngine:
         vocab_size: int,
         canary_ids: TokenIds,
         canary_tolerance: float,
-        publish: Callable[[Any, int], Path],
+        publish: Publish,
         score: Callable[[Any], Float32[np.ndarray, " scored"]],
         validate: Validate,
         router: str = "",
@@ -97,9 +96,10 @@ class SglangEngine:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Close every connection; the servers go on."""
+        """Close every connection and give the weights' folder free; the servers go on."""
         if self._loop.is_closed():
             return
+        self._publish.close()
         atexit.unregister(self.close)
         self._run(self._pool.close())
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float32
@@ -25,6 +25,19 @@ from empo2_jax.rollout.sglang_client import PauseMode, SglangServer
 from empo2_jax.rollout.sglang_replies import Lost, Refused, Stale
 
 Validate = Callable[[Path], object]  # raises an Empo2Error for a folder that must not be loaded
+
+
+@runtime_checkable
+class Publish(Protocol):
+    """Writes parameters as folders that servers can read."""
+
+    def __call__(self, params: Any, policy_version: int) -> Path:
+        """The folder of a version, complete or not there at all."""
+        ...
+
+    def close(self) -> None:
+        """No more versions will come."""
+        ...
 
 
 @dataclass(frozen=True)

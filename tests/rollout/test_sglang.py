@@ -19,6 +19,7 @@ from empo2_jax.types import StopReason
 from tests.fixtures.sglang_fake import (
     CONTEXT,
     RECORDED,
+    FakePublish,
     FakeServer,
     changed,
     drop,
@@ -310,8 +311,8 @@ def test_nothing_is_sampled_before_weights_were_loaded(servers, tmp_path: Path) 
     assert "no weights were loaded" in str(failure)
 
 
-def test_a_folder_that_is_refused_reaches_no_server(engine, servers, tmp_path: Path) -> None:
-    engine._publish = lambda params, version: tmp_path / "empty"
+def test_a_folder_that_is_refused_reaches_no_server(engine, servers, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(FakePublish, "__call__", lambda *_: tmp_path / "empty")
     with pytest.raises(DataError, match=r"no seed\.txt"):
         engine.load(8, 2)
     assert [server.count("/update_weights_from_disk") for server in servers] == [1, 1]
