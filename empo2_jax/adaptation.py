@@ -9,7 +9,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from empo2_jax.evaluation import PANEL_SEED, Panel, refuse_total_failure, summarize
+from empo2_jax.evaluation import Panel, refuse_total_failure, summarize
 from empo2_jax.memory.tips import Scope, TipMemory
 from empo2_jax.rollout.collect import Assignment, Collector
 from empo2_jax.rollout.reflect import TipWriter
@@ -35,6 +35,7 @@ def adapt(
     trials: int,
     temperature: float,
     scope: Scope,
+    seed: int,
 ) -> Generator[Trial, None, None]:
     """Yield trial by trial; `memory` holds the tips of all trials so far.
 
@@ -46,6 +47,7 @@ def adapt(
         trials: How many.
         temperature: Of the actions' sampling.
         scope: What shares a buffer of the memory.
+        seed: Of all draws.
 
     Raises:
         EnvError: all episodes of a trial failed.
@@ -53,7 +55,7 @@ def adapt(
     best: dict[Task, Episode] = {}
     for number in range(1, trials + 1):
         assignments = [
-            Assignment(f"adaptation/{task}/t{number}", task, Mode.ON_POLICY_WITH_MEMORY, PANEL_SEED) for task in tasks
+            Assignment(f"adaptation/{task}/t{number}", task, Mode.ON_POLICY_WITH_MEMORY, seed) for task in tasks
         ]
         episodes = collector.collect(assignments, temperature=temperature, memory=memory, writer=writer)
         refuse_total_failure(episodes, f"adaptation, trial {number}")

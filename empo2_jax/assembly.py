@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from empo2_jax import assets
 from empo2_jax.config import Config, IntrinsicConfig, MemoryConfig, ModelConfig
+from empo2_jax.envs import registry
 from empo2_jax.envs.base import EnvironmentFamily
 from empo2_jax.errors import ConfigError, DataError
 from empo2_jax.memory.base import Embedder, VectorIndex
@@ -29,6 +30,7 @@ from empo2_jax.rollout.base import Engine
 from empo2_jax.rollout.chat import Chat
 from empo2_jax.rollout.collect import Collector
 from empo2_jax.rollout.jax_engine import JaxEngine
+from empo2_jax.rollout.openings import check_openings
 from empo2_jax.rollout.reflect import PolicyTipWriter, ScriptedTipWriter, TipWriter
 
 TIP_ROOM = 256  # tokens that the request for a tip may take beyond rollout.max_length
@@ -93,20 +95,9 @@ def learner_parts(config: Config, policy: Policy) -> Parts:
 
 
 def make_family(experiment: Config) -> EnvironmentFamily:
-    """What `from_config` of the module that `env.name` names gives, with as many simulators as episodes at once."""
-    config, panel = experiment.env, experiment.evaluation.variations
-    name = config.name if "." in config.name else f"empo2_jax.envs.{config.name}"
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if not f"{name}.".startswith(f"{error.name}."):  # the module is there, something it imports is not
-            raise ConfigError(
-                f"env.name = {config.name!r} needs the package {error.name!r}: install the extra envs"
-            ) from None
-        raise ConfigError(
-            f"env.name = {config.name!r}: no such environment; toy, scienceworld and webshop are there"
-        ) from None
-    return module.from_config(config, panel=panel, workers=experiment.rollout.slots)
+    """The family that `[env]` describes, with as many simulators as episodes at once."""
+    variations = experiment.evaluation.variations
+    return registry.make_family(experiment.env, panel=variations, workers=experiment.rollout.slots)
 
 
 def make_embedder(experiment: Config, tips: bool | None = None) -> Embedder:
@@ -170,10 +161,13 @@ def make_engine(config: Config, policy: Policy) -> Engine:
 
 
 def make_collector(config: Config, policy: Policy, engine: Engine, family: EnvironmentFamily) -> Collector:
-    """The collector of a run."""
+    """The collector of a run; raises `ConfigError` if a first turn leaves no room for an answer."""
+    rollout, chat = config.rollout, Chat(policy.tokenizer, family.system_prompt())
+    lengths = {"max_length": rollout.max_length, "max_action_tokens": rollout.max_action_tokens}
+    check_openings(family, chat, family.tasks("train"), **lengths)
     return Collector(
         engine,
-        Chat(policy.tokenizer, family.system_prompt()),
+        chat,
         family,
         config.rollout,
         step_limit=config.env.step_limit,

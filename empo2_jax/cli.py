@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 from rich.console import Console
 from rich.table import Table
 
-from empo2_jax import shop
+from empo2_jax import cli_envs, shop
 from empo2_jax.assets import cache_folder
 from empo2_jax.config import Config
 from empo2_jax.config_file import dump_toml, load_config
@@ -115,6 +115,7 @@ def build_parser() -> Parser:
     _run_options(evaluate)
     evaluate.add_argument("--split", choices=("train", "dev", "test"), help="(default: as configured)")
     evaluate.add_argument("--repeats", type=int, metavar="N", help="episodes per variation (default: as configured)")
+    evaluate.add_argument("--panel", type=Path, metavar="FILE", help="panel file (default: as configured)")
 
     adapt = _command(commands, "adapt", _adapt, "test-time adaptation: weights fixed, tips from test episodes")
     _run_options(adapt)
@@ -161,7 +162,7 @@ def build_parser() -> Parser:
     bench.add_argument("--json", type=Path, metavar="FILE", help="write every sample")
     bench.add_argument("--check", action="store_true", help="exit with 1 where a stable figure misses its goal")
     shop.add_commands(commands, _command)
-    shop.add_play(commands, _command)
+    cli_envs.add_commands(commands, _command)
     doctor = _command(commands, "doctor", _doctor, "check this machine; non-zero exit if something needed is missing")
     doctor.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="check for this configuration")
     return parser
@@ -289,7 +290,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     with uninterrupted():
         from empo2_jax.panel_text import print_panel
         from empo2_jax.trained import evaluate_run
-    record = evaluate_run(options.run, options.split, options.repeats, options.step)
+    record = evaluate_run(options.run, options.split, options.repeats, options.step, options.panel)
     print_panel(record)
     return 0
 

@@ -65,6 +65,7 @@ class EnvConfig(Section):
     simplification: str = Field("", description="ScienceWorld simplifications, for example `easy`")
     deterministic: bool = Field(False, description="ScienceWorld: same actions, same transcript, over processes")
     resolution: Literal["ours", "released-code"] = Field("ours", description="rule that maps text to an action")
+    examples: int = Field(0, ge=0, description="ScienceWorld: worked examples of the same task in the first turn")
     workers: Positive = Field(2, description="environments stepped at the same time (threads)")
     step_timeout_s: float = Field(60.0, gt=0, description="seconds after which a call of the simulator has failed")
     data: str = Field("", description="WebShop: data folder or product file; empty = a synthetic catalogue")
@@ -222,10 +223,12 @@ class EvaluationConfig(Section):
     """The fixed panel: no memory, fixed seeds."""
 
     every: int = Field(10, ge=0, description="iterations between evaluations; 0 = only before the first and at the end")
+    panel: str = Field("", description="TOML file that fixes problems and all keys below; see configs/panels")
     split: Literal["train", "dev", "test"] = Field("test", description="split of the panel's variations")
     variations: Positive = Field(20, description="first variations per task")
     repeats: Positive = Field(4, description="episodes per variation")
     temperature: NonNegative = Field(0.4, description="sampling temperature")
+    seed: int = Field(0, ge=0, description="seed of the panel's draws, the same in every run: weights differ, not luck")
 
 
 class CheckpointConfig(Section):

@@ -4,20 +4,22 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from empo2_jax.config import Config, parse_config
+from empo2_jax.config import Config, EvaluationConfig, parse_config
 from empo2_jax.errors import ConfigError
+from empo2_jax.panels import load_panel
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
     """Read a TOML file with its presets, apply `section.key=value` overrides, validate."""
-    values = _read(Path(path))
+    changes: dict[str, Any] = {}
     for text in overrides:
         keys, value = parse_override(text)
         nested: Any = value
         for key in reversed(keys):
             nested = {key: nested}
-        values = _merge(values, nested)
-    return parse_config(values, str(path))
+        changes = _merge(changes, nested)
+    _apply_panel(changes, Path(), "overrides")
+    return parse_config(_layer(_read(Path(path)), changes, "overrides"), str(path))
 
 
 def parse_override(text: str) -> tuple[list[str], Any]:
@@ -30,6 +32,13 @@ def parse_override(text: str) -> tuple[list[str], Any]:
     except tomllib.TOMLDecodeError:
         value = raw
     return key.strip().split("."), value
+
+
+def use_panel(config: Config, panel: Path) -> Config:
+    """`config` evaluated on another panel."""
+    values: dict[str, Any] = {"evaluation": {"every": config.evaluation.every, "panel": str(panel)}}
+    _apply_panel(values, Path(), "evaluate")
+    return config.model_copy(update={"evaluation": EvaluationConfig.model_validate(values["evaluation"])})
 
 
 def dump_toml(config: Config) -> str:
@@ -53,11 +62,36 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     parent = values.pop("extends", None)
+    _apply_panel(values, path.parent, str(path))
     if parent is None:
         return values
     if not isinstance(parent, str):
         raise ConfigError(f"{path}: extends = {parent!r}: a file name is allowed")
-    return _merge(_read(path.parent / parent, (*seen, path.resolve())), values)
+    return _layer(_read(path.parent / parent, (*seen, path.resolve())), values, str(path))
+
+
+def _apply_panel(values: dict[str, Any], folder: Path, source: str) -> None:
+    """Fill in what the panel of `[evaluation]` fixes; its path becomes absolute, for the copy in a run directory."""
+    section = values.get("evaluation")
+    panel = section.get("panel") if isinstance(section, dict) else None
+    if not isinstance(section, dict) or not isinstance(panel, str) or not panel:
+        return
+    place = (folder / panel).resolve()
+    section["panel"] = str(place)
+    for key, figure in load_panel(place).figures().items():
+        if section.setdefault(key, figure) != figure:
+            raise ConfigError(
+                f"{source}: evaluation.{key} = {section[key]!r} contradicts the panel {place.name}, which says {figure}"
+            )
+
+
+def _layer(base: dict[str, Any], over: dict[str, Any], source: str) -> dict[str, Any]:
+    """`over` on `base`. A panel in `over` replaces what `base` says; one in `base` must not be contradicted."""
+    merged = _merge(base, over)
+    section = over.get("evaluation")
+    if isinstance(section, dict) and "panel" not in section:
+        _apply_panel(merged, Path(), source)
+    return merged
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -1,23 +1,21 @@
 """What a run would do, in a few lines, without running it. Memory and time are `planning`'s."""
 
-from collections import Counter
-
 from empo2_jax import assembly
 from empo2_jax.config import Config
+from empo2_jax.evaluation import panel_tasks
 
 
 def lines(config: Config) -> list[str]:
     """Iterations, tasks, episodes, steps, modes, evaluation; checks that the environment knows the tasks."""
     family = assembly.make_family(config)
     try:
-        train, panel = family.tasks("train"), family.tasks(config.evaluation.split)
+        train, panel = family.tasks("train"), panel_tasks(family, config.evaluation)
     finally:
         family.close()
     rollout, algorithm = config.rollout, config.algorithm
     episodes = rollout.tasks_per_iteration * rollout.group_size
     off = algorithm.p_memory * algorithm.q_off_policy
-    sizes = Counter(task.name for task in panel).values()
-    evaluations = config.evaluation.repeats * sum(min(size, config.evaluation.variations) for size in sizes)
+    evaluations = config.evaluation.repeats * len(panel)
     return [
         f"# plan: {config.run.iterations} iterations in {config.run_dir}",
         f"# tasks: {len({task.name for task in train})} ({len(train)} training variations) of {family.name}",

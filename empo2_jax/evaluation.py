@@ -1,23 +1,23 @@
 """Evaluation on a fixed panel: no memory, fixed seeds, the environment's own score.
 
-Variations and repeats are fixed by the configuration and the draws by (task, variation, repeat), so two evaluations
-of the same weights agree. Means go over repeats, then variations, then tasks. An episode that failed makes the panel
-incomplete and is never counted as 0.
+Variations and repeats are fixed by the configuration or a panel file and the draws by (task, variation, repeat), so
+two evaluations of the same weights agree. Means go over repeats, then variations, then tasks. An episode that failed
+makes the panel incomplete and is never counted as 0.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from empo2_jax.config import EvaluationConfig
 from empo2_jax.envs.base import EnvironmentFamily
-from empo2_jax.errors import EnvError
+from empo2_jax.errors import ConfigError, EnvError
+from empo2_jax.panels import load_panel
 from empo2_jax.rollout.collect import Assignment, Collector
 from empo2_jax.types import Episode, Task
-
-PANEL_SEED = 0  # the same draws in every run: a panel compares weights, not luck
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,16 @@ class Panel:
 
 
 def panel_tasks(family: EnvironmentFamily, config: EvaluationConfig) -> list[Task]:
-    """The first `config.variations` variations of every task of the split."""
+    """The problems of the panel file, else the first `config.variations` variations of every task of the split.
+
+    Raises:
+        ConfigError: the panel is of another environment or names a problem that does not exist.
+    """
+    if config.panel:
+        panel = load_panel(Path(config.panel))
+        if panel.env != family.name:
+            raise ConfigError(f"{config.panel}: a panel of {panel.env}, but the environment is {family.name}")
+        return [family.task(name, number) for name, numbers in panel.tasks.items() for number in numbers]
     first: dict[str, list[Task]] = defaultdict(list)
     for task in family.tasks(config.split):
         if len(first[task.name]) < config.variations:
@@ -57,7 +66,7 @@ def panel_tasks(family: EnvironmentFamily, config: EvaluationConfig) -> list[Tas
 def evaluate(collector: Collector, family: EnvironmentFamily, config: EvaluationConfig) -> Panel:
     """Run the panel of `config` with the engine's current weights; raises `EnvError` when every episode failed."""
     assignments = [
-        Assignment(f"panel/{task}/r{repeat}", task, seed=PANEL_SEED)
+        Assignment(f"panel/{task}/r{repeat}", task, seed=config.seed)
         for task in panel_tasks(family, config)
         for repeat in range(config.repeats)
     ]

@@ -28,16 +28,6 @@ def add_commands(commands: Any, add: AddCommand) -> None:
     maker.add_argument("--seed", type=int, default=0, metavar="N", help="(default: 0)")
 
 
-def add_play(commands: Any, add: AddCommand) -> None:
-    """Put `play webshop --web` among the commands."""
-    play = add(commands, "play", _play, "shop by hand on a local page with the state machine of the policy")
-    play.add_argument("name", choices=["webshop"], metavar="webshop", help="environment")
-    play.add_argument("--web", action="store_true", help="on a page in the browser; its address is printed")
-    play.add_argument("--port", type=int, default=0, metavar="N", help="of the page (default: a free one)")
-    play.add_argument("--variation", type=int, metavar="V", help="first goal (default: that of the test split)")
-    play.add_argument("--env.data", dest="data", default="", metavar="DIR", help="data folder (default: synthetic)")
-
-
 def _check(options: argparse.Namespace) -> int:
     from empo2_jax.envs.webshop.check import check
 
@@ -54,13 +44,6 @@ def _make(options: argparse.Namespace) -> int:
 
     make(options.folder, options.products, options.seed)
     print(options.folder)
-    return 0
-
-
-def _play(options: argparse.Namespace) -> int:
-    if not options.web:
-        raise ConfigError("play webshop: needs --web")
-    serve(EnvConfig(name="webshop", data=options.data), options.variation, options.port)
     return 0
 
 

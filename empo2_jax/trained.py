@@ -12,7 +12,7 @@ from flax import nnx
 from empo2_jax import adaptation, assembly
 from empo2_jax.checkpoint import CheckpointStore, check_same_base
 from empo2_jax.config import Config
-from empo2_jax.config_file import load_config
+from empo2_jax.config_file import load_config, use_panel
 from empo2_jax.envs.base import EnvironmentFamily
 from empo2_jax.errors import CheckpointError, ConfigError, DataError
 from empo2_jax.evaluation import evaluate, panel_tasks
@@ -65,7 +65,11 @@ def _restored(run_dir: Path, step: int | None) -> tuple[assembly.Policy, Any, An
 
 
 def evaluate_run(
-    run_dir: Path, split: str | None = None, repeats: int | None = None, step: int | None = None
+    run_dir: Path,
+    split: str | None = None,
+    repeats: int | None = None,
+    step: int | None = None,
+    panel_file: Path | None = None,
 ) -> dict[str, Any]:
     """Run the panel (no memory, fixed seeds) on a run's checkpoint; the record has the keys of evaluations.jsonl.
 
@@ -74,12 +78,20 @@ def evaluate_run(
         split: "train", "dev" or "test"; None as configured.
         repeats: Episodes per variation; None as configured.
         step: Checkpoint; None for the newest good one.
+        panel_file: Panel file; None as configured.
+
+    Raises:
+        ConfigError: `split` or `repeats` together with a panel, which fixes both.
     """
-    config = run_config(run_dir)
+    config = run_config(run_dir) if panel_file is None else use_panel(run_config(run_dir), panel_file)
+    if config.evaluation.panel and (split or repeats):
+        raise ConfigError(
+            f"the panel {config.evaluation.panel} fixes split and repeats: leave out --split and --repeats"
+        )
     changes = {name: value for name, value in (("split", split), ("repeats", repeats)) if value is not None}
     config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update=changes)})
     policy, chosen = load_trained(run_dir, step)
-    with _collector(config, policy) as (collector, family):
+    with _collector(config, policy, chosen) as (collector, family):
         panel = evaluate(collector, family, config.evaluation)
     return panel.record("evaluate", chosen, config.evaluation.split)
 
@@ -113,7 +125,7 @@ def adapt_run(
     if keep_memory:
         memory.load(run_dir / "checkpoints" / str(chosen) / "memory")
     done = []
-    with _collector(config, policy) as (collector, family):
+    with _collector(config, policy, chosen) as (collector, family):
         for trial in adaptation.adapt(
             collector,
             panel_tasks(family, config.evaluation),
@@ -122,6 +134,7 @@ def adapt_run(
             trials=trials,
             temperature=config.evaluation.temperature,
             scope=config.memory.scope,
+            seed=config.evaluation.seed,
         ):
             done.append(trial)
             note(f"trial {len(done)}/{trials} · score {trial.now.score:.1f} · best so far {trial.best.score:.1f}")
@@ -135,9 +148,11 @@ def adapt_run(
 
 
 @contextmanager
-def _collector(config: Config, policy: assembly.Policy) -> Generator[tuple[Collector, EnvironmentFamily], None, None]:
+def _collector(
+    config: Config, policy: assembly.Policy, version: int
+) -> Generator[tuple[Collector, EnvironmentFamily], None, None]:
     with closing(assembly.make_family(config)) as family, closing(assembly.make_engine(config, policy)) as engine:
-        engine.load(policy.params, chosen)
+        engine.load(policy.params, version)
         with closing(assembly.make_collector(config, policy, engine, family)) as collector:
             yield collector, family
 

@@ -93,7 +93,7 @@ class Step:
     behavior_logprobs: Float32[np.ndarray, " A"]  # nats
     action: str  # decoded text of the action
     resolved: str  # what was sent to the environment
-    resolution: str  # how: exact, engine, similar, invalid
+    resolution: str  # how: exact, engine, choice, similar, invalid (see envs/actions.py)
     reward: float  # score points
     state: str  # text of the state reached (observation and inventory), for novelty
     anchor: str = ""  # text of the state before the action: steps of a group with the same one are comparable

@@ -18,7 +18,7 @@ def adapted(family: CorridorFamily, variations: int, trials: int, memory: Any = 
     memory = empty_memory() if memory is None else memory
     tasks, writer = family.tasks("test")[:variations], ScriptedTipWriter(family)
     try:
-        return list(adapt(collector, tasks, memory, writer, trials=trials, temperature=0.4, scope=scope))
+        return list(adapt(collector, tasks, memory, writer, trials=trials, temperature=0.4, scope=scope, seed=0))
     finally:
         collector.close()
 

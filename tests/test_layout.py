@@ -12,7 +12,7 @@ from empo2_jax.config_file import load_config
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted(ROOT.glob("empo2_jax/**/*.py"))
-CONFIGS = sorted(path for path in ROOT.glob("configs/**/*.toml") if path.parent.name != "studies")
+CONFIGS = sorted(path for path in ROOT.glob("configs/**/*.toml") if path.parent.name not in ("studies", "panels"))
 SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), ROOT / ".ci/run"])
 HOST_SIDE = ("types", "errors", "config", "randomness", "prompts", "envs", "memory", "data", "rollout")
 USES_JAX = {

@@ -234,6 +234,7 @@ def test_17_adaptation_learns_by_memory_alone_and_its_best_never_falls():
         trials=3,
         temperature=0.4,
         scope="variation",
+        seed=0,
     ):
         trials.append(trial)
         assert len({tip.episode for tip in memory.retrieve_many([("toy/bulb/0", "light the lamp")])[0]}) <= len(trials)

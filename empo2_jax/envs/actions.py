@@ -1,19 +1,27 @@
-"""From free text to an action of a text world: exact form, then the world's own parser.
+"""From free text to an action of a text world: exact form, then the world's own parser, then a cautious correction.
 
-Nothing is corrected by similarity: an impossible `focus on X` turned into the nearest possible one ends the episode
-with -100 points, while the world itself answers "no known action" for 0 points. `most_similar` is the correction of
-the released code, for comparisons. Pure text: this module knows no simulator.
+What the world refuses is corrected by similarity for harmless verbs only, above a cut-off and to a single nearest
+action: an impossible `focus on X` turned into the nearest possible one ends the episode with -100 points, while the
+world itself answers "no known action" for 0 points. When the world asks which of several readings is meant, readings
+that look the same are settled here, otherwise the policy is asked; `chosen` finds the number it means.
+`most_similar` is the correction of the released code, for comparisons. Pure text: this module knows no simulator.
 """
 
+import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
-How = Literal["exact", "engine", "similar", "invalid"]
+How = Literal["exact", "engine", "choice", "similar", "invalid"]
 
 FORBIDDEN = ("reset task",)  # meta commands of a simulator that would undo an episode
 MAX_LENGTH = 200  # characters; the longest real actions have about 90
 
+HARMLESS = ("look", "examine", "open", "go", "read")  # verbs that a correction may send
+CUTOFF = 0.85  # ratio of equal characters (difflib) from which a text is taken for a misspelled action
+MARGIN = 0.02  # by which the nearest action must lead
+
+_OPTION = re.compile(r"^(\d+):\s*(.+?)\s*$", re.MULTILINE)
 _SPACES = re.compile(r"[\s\x00-\x1f\x7f]+")
 _EDGES = " \"'`.,;:!?*<>"
 
@@ -47,6 +55,43 @@ def fits(action: str, template: str) -> bool:
     """Whether `action` has the form of `template`, each OBJ filled with some words."""
     pattern = r"\S.*".join(re.escape(part) for part in template.split("OBJ"))
     return re.fullmatch(pattern, action) is not None
+
+
+def correction(action: str, candidates: Sequence[str]) -> str:
+    """The one candidate that `action` misspells; "" for verbs that are not harmless, or without a clear nearest one."""
+    verb = action.partition(" ")[0]
+    if verb not in HARMLESS:
+        return ""
+    matcher, ratios = difflib.SequenceMatcher(autojunk=False), []
+    matcher.set_seq2(action)
+    for candidate in set(candidates):
+        if candidate.partition(" ")[0] == verb:
+            matcher.set_seq1(candidate)
+            if matcher.real_quick_ratio() >= CUTOFF - MARGIN and matcher.quick_ratio() >= CUTOFF - MARGIN:
+                ratios.append((matcher.ratio(), candidate))
+    ratios.sort()
+    if not ratios or ratios[-1][0] < CUTOFF or (len(ratios) > 1 and ratios[-1][0] - ratios[-2][0] < MARGIN):
+        return ""
+    return ratios[-1][1]
+
+
+def options(reply: str) -> dict[str, str]:
+    """The readings that a world offers by number, as normalized text; {} if it asks nothing."""
+    return {number: normalize(text) for number, text in _OPTION.findall(reply)}
+
+
+def chosen(action: str, offered: Mapping[str, str]) -> str:
+    """The number that `action` means: itself, or that of the only reading with this text; "" if none."""
+    if action in offered:
+        return action
+    numbers = [number for number, text in offered.items() if text == action]
+    return numbers[0] if len(numbers) == 1 else ""
+
+
+def settled(action: str, offered: Mapping[str, str]) -> str:
+    """The first number where all readings look the same, so that asking would tell nothing; "" else, or for focus."""
+    alike = len(set(offered.values())) == 1
+    return next(iter(offered)) if alike and not action.startswith("focus") else ""
 
 
 def most_similar(action: str, candidates: Sequence[str]) -> tuple[float, str]:

@@ -39,9 +39,18 @@ class EnvironmentFamily(Protocol):
     """What `from_config` of an environment module gives for `[env]`: tasks, prompts, and shared environments."""
 
     name: str
+    max_score: float  # points of a perfect episode
 
     def tasks(self, split: str) -> list[Task]:
         """Tasks of "train", "dev" or "test" in a fixed order, as configured."""
+        ...
+
+    def task(self, name: str, variation: int) -> Task:
+        """The problem of this name and number, of any split; raises `ConfigError` that says what is there."""
+        ...
+
+    def solution(self, task: Task) -> list[str]:
+        """Actions that reach `max_score`, for checks and demonstrations; [] where none is known."""
         ...
 
     def vocabulary(self) -> list[str]:

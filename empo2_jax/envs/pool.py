@@ -5,6 +5,7 @@ environments open at once, and at most `size` wait idle. What a simulator is doe
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
@@ -39,7 +40,23 @@ class Pool(Generic[W]):
         self._idle: list[W] = []
         self._leased: list[W] = []
         self._closed = False
-        self.started = 0  # workers started so far; beyond the open environments it counts replacements
+        self._events: Counter[str] = Counter()
+
+    @property
+    def started(self) -> int:
+        """Workers started so far; beyond the open environments it counts replacements."""
+        return self.events["started"]
+
+    @property
+    def events(self) -> Counter[str]:
+        """How often what happened: started, retired (dead or worn out), and what environments `note`."""
+        with self._lock:
+            return Counter(self._events)
+
+    def note(self, event: str) -> None:
+        """Count an event."""
+        with self._lock:
+            self._events[event] += 1
 
     def lease(self) -> W:
         """An idle worker, or a new one. Raises `EnvError` when it cannot be started or the pool is closed."""
@@ -50,7 +67,7 @@ class Pool(Generic[W]):
         with self._starts:
             worker = self._start()
         with self._lock:
-            self.started += 1
+            self._events["started"] += 1
             if not self._closed:
                 self._leased.append(worker)
                 return worker
@@ -62,7 +79,10 @@ class Pool(Generic[W]):
         with self._lock:
             if worker in self._leased:
                 self._leased.remove(worker)
-            keep = worker.usable and len(self._idle) < self._size and not self._closed
+            usable = worker.usable
+            keep = usable and len(self._idle) < self._size and not self._closed
+            if not usable:
+                self._events["retired"] += 1
             if keep:
                 self._idle.append(worker)
         if not keep:

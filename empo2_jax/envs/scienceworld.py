@@ -1,22 +1,20 @@
 """ScienceWorld: thirty elementary-science tasks in a simulated house (the paper's main environment, section 5).
 
-`family` is the entry. Environments step the simulator leanly and share a pool of Java processes. What goes wrong in
-the simulator raises `EnvError`; what the policy does wrong is an ordinary observation. Steps are not counted here.
+`family` is the entry: tasks, prompts and environments (`scienceworld_env`) that share a pool of Java processes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, TypeVar
+from collections.abc import Mapping, Sequence
 
 from empo2_jax.config import EnvConfig
-from empo2_jax.envs import actions, scienceworld_text
+from empo2_jax.envs import scienceworld_text
 from empo2_jax.envs.pool import Pool
-from empo2_jax.envs.scienceworld_demos import Demonstrator
+from empo2_jax.envs.scienceworld_demos import Demonstrator, GoldPaths, worked_example
+from empo2_jax.envs.scienceworld_env import NAME, Resolver, ScienceWorldEnvironment
 from empo2_jax.envs.scienceworld_jvm import DETERMINISTIC_FLAGS, LEAN_FLAGS, Jvm
-from empo2_jax.envs.scienceworld_tasks import SPLITS, lookup
-from empo2_jax.errors import ConfigError, EnvError
-from empo2_jax.types import Message, Observation, Task
+from empo2_jax.envs.scienceworld_tasks import PAPER_TASKS, SPLITS, lookup
+from empo2_jax.errors import ConfigError
+from empo2_jax.types import Message, Task
 
-NAME = "scienceworld"
 SIMPLIFICATIONS = (
     "easy",
     "teleportAction",
@@ -26,117 +24,12 @@ SIMPLIFICATIONS = (
     "noElectricalAction",
 )
 
-Resolver = Literal["ours", "released-code"]
-T = TypeVar("T")
-
-
-class ScienceWorldEnvironment:
-    """One episode at a time on a leased simulator; leases at the first reset, replaces a dead one at the next.
-
-    The score of an episode starts at 0; points that a task grants for where the agent begins come with the first
-    step.
-    """
-
-    def __init__(
-        self,
-        pool: Pool[Jvm],
-        simplification: str = "",
-        resolution: Resolver = "ours",
-    ) -> None:
-        self.goal = ""
-        self._pool = pool
-        self._simplification = simplification
-        self._resolution = resolution
-        self._jvm: Jvm | None = None
-        self._templates: tuple[str, ...] = ()
-        self._last: Observation | None = None
-        self._where = NAME
-
-    def reset(self, task: Task, seed: int) -> Observation:
-        """Start `task`; the variation fixes everything, so `seed` is not used. The text is the room and inventory."""
-        info = lookup(task.name)
-        if not 0 <= task.variation < info.variations:
-            raise EnvError(f"{task}: no such variation; {info.name} has 0 to {info.variations - 1}")
-        self._where = str(task)
-        self._last = None
-        jvm = self._fresh_lease()
-        self._checked(lambda: jvm.load(info.name, task.variation, self._simplification))
-        self.goal = self._checked(jvm.task_description)
-        self._templates = self._templates or self._checked(jvm.templates)
-        state = self._state(jvm)
-        self._last = Observation(state, 0.0, 0.0, False, False, state)
-        return self._last
-
-    def step(self, action: str) -> Observation:
-        """Resolve and apply `action`. After the end of an episode nothing happens any more and the reward is 0."""
-        if self._last is None or self._jvm is None:
-            raise EnvError(f"{self._where}: step before a reset, or after the simulator failed")
-        last = self._last
-        if last.done:
-            return Observation(last.text, 0.0, last.score, True, last.success, last.state, "", "invalid")
-        jvm = self._jvm
-        sent, how, reply, score, done = self._checked(lambda: self._apply(jvm, action))
-        if scienceworld_text.crashed(reply):
-            self._drop()
-            raise EnvError(f"{self._where}: exception in the simulator after {sent!r}: {reply.strip()[:200]}")
-        state = self._state(jvm)
-        success = score >= scienceworld_text.MAX_SCORE
-        done = done or success or score < 0
-        self._last = Observation(reply, score - last.score, score, done, success, state, sent, how)
-        return self._last
-
-    def admissible_actions(self) -> list[str]:
-        """Every valid action except forbidden ones, sorted; up to thousands, about 50 ms."""
-        if self._last is None or self._jvm is None:
-            raise EnvError(f"{self._where}: no episode is running")
-        valid = self._checked(self._jvm.valid_actions)
-        return [action for action in valid if action not in actions.FORBIDDEN]
-
-    def close(self) -> None:
-        """Give the simulator back to the pool; safe to call twice."""
-        self._drop()
-
-    def _apply(self, jvm: Jvm, text: str) -> tuple[str, actions.How, str, float, bool]:
-        sent, how = actions.resolve(text, self._templates)
-        if how != "invalid" and self._resolution == "released-code":
-            _, nearest = actions.most_similar(sent, self.admissible_actions())
-            sent, how = nearest, "exact" if nearest == sent else "similar"
-        if how == "invalid":
-            score = self._last.score if self._last else 0.0
-            return "", "invalid", "No known action matches that input.", score, False
-        reply, score, done = jvm.step(sent)
-        if not scienceworld_text.refused(reply):
-            return sent, how, reply, float(score), done
-        return sent, "invalid", reply, float(score), done
-
-    def _state(self, jvm: Jvm) -> str:
-        return self._checked(lambda: f"{jvm.look().strip()}\n{jvm.inventory().strip()}")
-
-    def _fresh_lease(self) -> Jvm:
-        if self._jvm is not None and not self._jvm.usable:
-            self._drop()
-        if self._jvm is None:
-            self._jvm = self._pool.lease()
-        return self._jvm
-
-    def _checked(self, call: Callable[[], T]) -> T:
-        try:
-            return call()
-        except EnvError as error:
-            self._drop()
-            raise EnvError(f"{self._where}: {error}") from error
-
-    def _drop(self) -> None:
-        self._last = None
-        if self._jvm is not None:
-            self._pool.give_back(self._jvm)
-            self._jvm = None
-
 
 class ScienceWorldFamily:
     """Tasks, prompts and pooled environments; made by `family`."""
 
     name = NAME
+    max_score = scienceworld_text.MAX_SCORE
 
     def __init__(
         self,
@@ -144,10 +37,15 @@ class ScienceWorldFamily:
         simplification: str,
         pool: Pool[Jvm],
         resolution: Resolver,
+        examples: int = 0,
     ) -> None:
+        self.pool = pool
         self._tasks = tasks
+        self._examples = examples
+        self._gold = GoldPaths(simplification)
+        self._examples_of: dict[str, str] = {}  # text by task name
+        self._task_of: dict[str, str] = {}  # task name by goal, as environments meet them
         self._simplification = simplification
-        self._pool = pool
         self._resolution: Resolver = resolution
 
     def tasks(self, split: str) -> list[Task]:
@@ -156,22 +54,33 @@ class ScienceWorldFamily:
             raise ConfigError(f"scienceworld: unknown split {split!r}; allowed: {', '.join(SPLITS)}")
         return list(self._tasks[split])
 
+    def task(self, name: str, variation: int) -> Task:
+        """A variation of any split; `name` is a name, a package id or an alphabetical index."""
+        info = lookup(name)
+        if not 0 <= variation < info.variations:
+            raise ConfigError(f"scienceworld/{info.name} has no variation {variation}; 0 to {info.variations - 1}")
+        return Task(NAME, info.name, variation)
+
+    def solution(self, task: Task) -> list[str]:
+        """The gold path: always solves the task, often longer than a step limit. Its Java process lives to `close`."""
+        return self._gold.actions(task)
+
     def vocabulary(self) -> list[str]:
         """None: the language is open."""
         return []
 
     def make(self) -> ScienceWorldEnvironment:
         """An environment; its simulator starts or is reused at the first reset."""
-        return ScienceWorldEnvironment(self._pool, self._simplification, self._resolution)
+        return ScienceWorldEnvironment(self.pool, self._simplification, self._resolution, self._task_of)
 
     def system_prompt(self) -> str:
         """The model's own default."""
         return ""
 
     def first_turn(self, goal: str, observation: str) -> str:
-        """Instruction, goal, room and inventory."""
+        """Instruction, worked examples of the same task if configured, goal, room and inventory."""
         teleport = "teleportAction" in self._simplification or "easy" in self._simplification
-        return scienceworld_text.first_turn(goal, observation, teleport)
+        return scienceworld_text.first_turn(goal, observation, teleport, self._worked_examples(goal))
 
     def next_turn(self, observation: str) -> str:
         """The simulator's reply."""
@@ -195,7 +104,20 @@ class ScienceWorldFamily:
 
     def close(self) -> None:
         """Kill every simulator; safe to call twice."""
-        self._pool.close()
+        self.pool.close()
+        self._gold.close()
+
+    def _worked_examples(self, goal: str) -> str:
+        name = self._task_of.get(goal, "")
+        if not self._examples or not name:
+            return ""
+        if name not in self._examples_of:
+            # From the end of the split: training uses its first variations.
+            numbers = list(lookup(name).split("train"))[-self._examples :]
+            tasks = [Task(NAME, name, number) for number in numbers]
+            self._examples_of[name] = "".join(worked_example(self, task) for task in tasks)
+            self._gold.close()
+        return self._examples_of[name]
 
 
 def family(
@@ -207,6 +129,7 @@ def family(
     workers: int = 2,
     step_timeout_s: float = 60.0,
     resolution: Resolver = "ours",
+    examples: int = 0,
 ) -> ScienceWorldFamily:
     """ScienceWorld with some of its tasks. Raises `ConfigError` for values that cannot work; starts no simulator.
 
@@ -216,9 +139,10 @@ def family(
             a split that is not named has all of its variations.
         simplification: "" or names of `SIMPLIFICATIONS` joined by commas.
         deterministic: fix the order of the simulator's sets, so that equal actions give equal transcripts.
-        workers: simulators kept warm (110 MB each); every open environment has its own.
+        workers: simulators kept warm (up to 130 MB each); every open environment has its own.
         step_timeout_s: deadline of a call to the simulator; a later answer is an `EnvError`.
         resolution: "released-code" sends the most similar valid action whatever its verb, for comparisons only.
+        examples: worked examples in the first turn, from the last training variations of the same task.
 
     """
     _check(tasks, variations, simplification, workers, step_timeout_s, resolution)
@@ -229,11 +153,11 @@ def family(
         for split in SPLITS
     }
     pool = Pool(lambda: Jvm(flags, step_timeout_s), workers)
-    return ScienceWorldFamily(by_split, simplification, pool, resolution)
+    return ScienceWorldFamily(by_split, simplification, pool, resolution, examples)
 
 
 def from_config(config: EnvConfig, *, panel: int, workers: int) -> ScienceWorldFamily:
-    """The family that `[env]` describes.
+    """The family that `[env]` describes; without `tasks` the paper's 18.
 
     Args:
         config: The section.
@@ -241,13 +165,14 @@ def from_config(config: EnvConfig, *, panel: int, workers: int) -> ScienceWorldF
         workers: Episodes that run at once.
     """
     return family(
-        tasks=config.tasks,
+        tasks=config.tasks or PAPER_TASKS,
         variations={"train": config.train_variations, "dev": panel, "test": panel},
         simplification=config.simplification,
         deterministic=config.deterministic,
         workers=workers,
         step_timeout_s=config.step_timeout_s,
         resolution=config.resolution,
+        examples=config.examples,
     )
 
 

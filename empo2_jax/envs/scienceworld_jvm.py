@@ -14,12 +14,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import IO, TypeVar
 
 from empo2_jax.errors import EnvError
 
 try:
-    from py4j.java_gateway import GatewayParameters, JavaGateway, find_jar_path
+    from py4j.java_gateway import GatewayClient, GatewayParameters, JavaGateway, find_jar_path
     from py4j.protocol import Py4JError
     from scienceworld.constants import JAR_PATH
     from scienceworld.version import __version__
@@ -29,8 +30,10 @@ except ImportError as error:
 VERSION: str = __version__  # of the scienceworld package
 START_TIMEOUT_S = 120.0
 LOADS_PER_JVM = 1000  # then it counts as worn out and is replaced between episodes
+MEMORY_LIMIT_MB = 200.0  # above it too; one with `LEAN_FLAGS` stays below 130
 
-LEAN_FLAGS = ("-Xmx96m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
+# A heap of 48 MB holds every task with all its valid actions; with 56 the process stays near 130 MB.
+LEAN_FLAGS = ("-Xmx56m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
 GOLD_FLAGS = ("-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
 # Identity hashes order the simulator's sets; drawn at random they make heat-related transcripts differ.
 DETERMINISTIC_FLAGS = ("-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2")
@@ -54,18 +57,32 @@ def java_path() -> str:
     return str(JAVA)
 
 
+class _Client(GatewayClient):
+    """Sends a command once: py4j sends it again after an empty answer, and a step must not be taken twice."""
+
+    def _should_retry(self, retry: bool, connection: object, pne: object = None) -> bool:
+        return False
+
+
+class _Gateway(JavaGateway):
+    def _create_gateway_client(self) -> GatewayClient:
+        return _Client(gateway_parameters=self.gateway_parameters)
+
+
 class Jvm:
     """A running simulator. Every method raises `EnvError`, with the process killed, when the JVM is dead or late."""
 
     def __init__(self, flags: tuple[str, ...] = LEAN_FLAGS, timeout_s: float = 60.0) -> None:
         self._timeout_s = timeout_s
         self._loads = 0
+        self._ending = threading.Lock()
+        self._killed = False
         # The simulator writes a table of its objects into its working directory.
         self._directory = tempfile.TemporaryDirectory(prefix="empo2-scienceworld-", ignore_cleanup_errors=True)
         self._process = _launch(flags, self._directory.name)
         try:
             port, token = _handshake(self._process)
-            self._gateway = JavaGateway(
+            self._gateway = _Gateway(
                 gateway_parameters=GatewayParameters(
                     port=port, auth_token=token, read_timeout=timeout_s, enable_memory_management=False
                 )
@@ -86,8 +103,17 @@ class Jvm:
 
     @property
     def usable(self) -> bool:
-        """Whether the process is alive and has loaded fewer than `LOADS_PER_JVM` episodes."""
-        return self._process.poll() is None and self._loads < LOADS_PER_JVM
+        """Whether the process is alive, below `LOADS_PER_JVM` episodes and below `MEMORY_LIMIT_MB`."""
+        return self._process.poll() is None and self._loads < LOADS_PER_JVM and self.resident_mb < MEMORY_LIMIT_MB
+
+    @property
+    def resident_mb(self) -> float:
+        """Memory of the process in MB; 0 where the system does not tell."""
+        try:
+            pages = Path(f"/proc/{self.pid}/statm").read_text(encoding="ascii").split()[1]
+        except (OSError, IndexError):
+            return 0.0
+        return int(pages) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
     def load(self, task: str, variation: int, simplification: str) -> None:
         """Start an episode; the caller validates the variation, an invalid one would keep the last episode's score."""
@@ -141,12 +167,14 @@ class Jvm:
         }
 
     def kill(self) -> None:
-        """End the process at once and release its handles; safe to call twice."""
+        """End the process at once and release its handles; safe to call twice, and from any thread."""
+        self._killed = True
         self._process.kill()
-        self._gateway.close(keep_callback_server=True)
-        self._drain.join()
-        _end(self._process)
-        self._directory.cleanup()
+        with self._ending:
+            self._gateway.close(keep_callback_server=True)
+            self._drain.join()
+            _end(self._process)
+            self._directory.cleanup()
 
     def _list(self, call: Callable) -> list:
         def fetch(server) -> list:
@@ -160,13 +188,17 @@ class Jvm:
     def _call(self, call: Callable[..., T]) -> T:
         before = time.monotonic()
         try:
-            return call(self._server)
+            result = call(self._server)
         except (Py4JError, OSError) as error:
             late = time.monotonic() - before >= self._timeout_s
             lines = str(error).strip().splitlines() or [type(error).__name__]
             self.kill()
             reason = f"no answer within {self._timeout_s:g} s" if late else " ".join(lines[:2])
             raise EnvError(f"ScienceWorld's Java process failed: {reason}") from error
+        if self._killed:  # by another thread; this call's connection came back after all were closed
+            self.kill()
+            raise EnvError("ScienceWorld's Java process was killed during a call")
+        return result
 
 
 def _launch(flags: tuple[str, ...], directory: str) -> subprocess.Popen:

@@ -32,12 +32,22 @@ def compact(observation: str) -> str:
     return re.sub(r"\n\s*\n", "\n", re.sub(r"\n\t", "; ", text))
 
 
-def first_turn(goal: str, observation: str, teleport: bool) -> str:
-    """Instruction, goal and where the agent stands."""
+def asks(reply: str) -> bool:
+    """Whether the simulator wants a number to choose a reading by."""
+    return reply.startswith(_REFUSALS[2])
+
+
+def example(goal: str, actions: Sequence[str]) -> str:
+    """One solved problem: its goal and the actions, without the replies, which would take most of the tokens."""
+    return f"Solved before: {goal}\nActions: {'; '.join(actions)}\n"
+
+
+def first_turn(goal: str, observation: str, teleport: bool, examples: str = "") -> str:
+    """Instruction, solved examples if any, goal and where the agent stands."""
     forms = _ACTION_FORMS + (", teleport to X" if teleport else "")
     return (
         "You act in a text world. Each turn, answer with one action and nothing else.\n"
-        f"Actions: {forms}.\nTask: {goal}\n{compact(observation)}"
+        f"Actions: {forms}.\n{examples}Task: {goal}\n{compact(observation)}"
     )
 
 

@@ -109,6 +109,7 @@ class ToyFamily:
     """All houses with their prompts."""
 
     name = "toy"
+    max_score = 100.0
 
     def __init__(self, variations: Sequence[int]):
         self._variations = tuple(variations)
@@ -116,6 +117,17 @@ class ToyFamily:
     def tasks(self, split: str) -> list[Task]:
         """The same houses for every split."""
         return [Task(self.name, "bulb", variation) for variation in self._variations]
+
+    def task(self, name: str, variation: int) -> Task:
+        """House `variation`."""
+        if name != "bulb" or not 0 <= variation < len(HOUSES):
+            raise ConfigError(f"toy/{name}/{variation}: the toy world has task bulb, variations 0 to {len(HOUSES) - 1}")
+        return Task(self.name, name, variation)
+
+    def solution(self, task: Task) -> list[str]:
+        """What the secrets of the house say."""
+        place, room = SECRETS[task.variation]
+        return [f"look in the {place}", f"try the {room}"]
 
     def vocabulary(self) -> list[str]:
         """Words and signs of the world, its prompts and its tips, in a fixed order."""

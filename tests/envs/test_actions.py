@@ -38,3 +38,28 @@ def test_released_code_would_correct_focus():
     assert nearest == "focus on orange"
     assert ratio == 2 / 4  # focus, on of focus, on, orange, oranges
     assert actions.most_similar("x", []) == (0.0, "")
+
+
+def test_corrections_are_for_harmless_verbs_and_a_clear_nearest_action():
+    valid = ["open door to kitchen", "open door to hallway", "look at orange", "focus on orange", "eat orange"]
+    assert actions.correction("open door to kitchn", valid) == "open door to kitchen"
+    assert actions.correction("look at orenge", valid) == "look at orange"
+    assert actions.correction("focus on orenge", valid) == ""
+    assert actions.correction("eat orenge", valid) == ""
+    assert actions.correction("open door to", valid) == ""  # as near to one as to the other, and below the cut-off
+    assert actions.correction("look at elephants", valid) == ""
+    assert actions.correction("open box 1", ["open box 2", "open box 3"]) == ""  # no clear nearest one
+
+
+def test_choices_by_hand():
+    reply = "Ambiguous request: Please enter the number:\n0:\topen door to kitchen\n1:\topen door to Hallway\n"
+    offered = actions.options(reply)
+    assert offered == {"0": "open door to kitchen", "1": "open door to hallway"}
+    assert actions.chosen("1", offered) == "1"
+    assert actions.chosen("2", offered) == ""
+    assert actions.chosen("open door to hallway", offered) == "1"
+    assert actions.settled("open door", offered) == ""
+    alike = {"0": "pick up seed", "1": "pick up seed"}
+    assert actions.settled("pick up seed", alike) == "0"
+    assert actions.settled("focus on seed", alike) == ""
+    assert actions.options("You see: \n\ta door") == {}

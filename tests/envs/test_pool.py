@@ -74,3 +74,15 @@ def test_at_most_two_start_at_once():
         thread.join()
     assert most == 2
     assert pool.started == 8
+
+
+def test_events_tell_starts_retirements_and_what_environments_note():
+    pool = Pool(Fake, size=1)
+    worker = pool.lease()
+    worker.kill()
+    pool.give_back(worker)
+    pool.lease()
+    pool.note("episodes recovered")
+    assert pool.events == {"started": 2, "retired": 1, "episodes recovered": 1}
+    pool.events.clear()  # a copy
+    assert pool.started == 2

@@ -161,8 +161,8 @@ def test_a_purchase_in_a_real_browser(server: ShopServer, tmp_path: Path) -> Non
 
 
 def test_the_command_refuses_what_it_cannot_do(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["play", "webshop"]) == 2
-    assert "needs --web" in capsys.readouterr().err
+    assert main(["play", "toy", "--web"]) == 2
+    assert capsys.readouterr().err == "error: --web: toy has no page; webshop has one\n"
     assert main(["play", "webshop", "--web", "--port", "70000"]) == 2
     assert main(["play", "webshop", "--web", "--env.data", str(tmp_path / "nowhere")]) == 2
     assert re.fullmatch(r"error: --port 70000.*\nerror: env.data = .*no such folder\n", capsys.readouterr().err)

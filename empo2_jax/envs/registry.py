@@ -1,0 +1,33 @@
+"""From `env.name` to an environment family. Nothing is imported until it is named."""
+
+import importlib
+
+from empo2_jax.config import EnvConfig
+from empo2_jax.envs.base import EnvironmentFamily
+from empo2_jax.errors import ConfigError
+
+BUILT_IN = ("toy", "scienceworld", "webshop", "textworld")
+
+
+def make_family(config: EnvConfig, *, panel: int = 20, workers: int = 1) -> EnvironmentFamily:
+    """What `from_config` of the module that `env.name` names gives.
+
+    Args:
+        config: The section `[env]`.
+        panel: Variations per task of an evaluation without a panel file.
+        workers: Simulators kept for episodes that run at once.
+
+    Raises:
+        ConfigError: no such environment, or its package is not installed.
+    """
+    name = config.name if "." in config.name else f"empo2_jax.envs.{config.name}"
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):  # the module is there, something it imports is not
+            raise ConfigError(
+                f"env.name = {config.name!r} needs the package {error.name!r}: install the extra envs or textworld"
+            ) from None
+        there = ", ".join(BUILT_IN)
+        raise ConfigError(f"env.name = {config.name!r}: no such environment; {there} are there") from None
+    return module.from_config(config, panel=panel, workers=workers)

@@ -1,0 +1,217 @@
+"""TextWorld: houses generated offline from a size and a seed, played in their own Z-machine (Côté et al., 2018).
+
+Not in the paper: a second real environment for tests and first experiments. Tasks are sizes, a variation is the seed
+of the generator; games are made once (seconds) and cached. The score is the share of the quest's points, out of 100.
+"""
+
+import importlib
+import os
+import tempfile
+import threading
+import warnings
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from empo2_jax.config import EnvConfig
+from empo2_jax.envs.actions import normalize
+from empo2_jax.envs.simple import SimpleFamily
+from empo2_jax.errors import ConfigError, EnvError
+from empo2_jax.types import Observation, Task
+
+NAME = "textworld"
+MAX_SCORE = 100.0
+
+
+class Size(NamedTuple):
+    """What the generator is asked for."""
+
+    rooms: int
+    objects: int
+    quest_length: int  # actions
+
+
+SIZES = {"small": Size(2, 4, 3), "medium": Size(4, 8, 5), "large": Size(8, 14, 8)}
+SPLITS = {"train": range(0, 1000), "dev": range(1000, 1100), "test": range(1100, 1200)}  # seeds
+
+_LOCK = threading.Lock()  # the generator and Python's warning filters are shared
+_ASKED = ("admissible_commands", "description", "inventory", "objective", "feedback")
+_FIGURES = ("score", "max_score", "won", "lost", "policy_commands")
+_REFUSALS = ("That's not a verb", "You can't see any such thing", "I didn't understand", "I only understood you as far")
+
+
+class TextWorldEnvironment:
+    """One game at a time; `close` from another thread waits for the call that runs (milliseconds)."""
+
+    def __init__(self) -> None:
+        self.goal = ""
+        self._lock = threading.RLock()
+        self._game: Any = None
+        self._state: Any = None
+        self._last: Observation | None = None
+
+    def reset(self, task: Task, seed: int) -> Observation:
+        """Start the game of `task`; nothing is drawn, so `seed` does not matter. The text is the room and inventory."""
+        path = game_file(task)
+        with self._lock:
+            self.close()
+            self._game = _start(path, (*_ASKED, *_FIGURES))
+            self._state = self._game.reset()
+            self.goal = " ".join(self._state["objective"].split())
+            view = self._view()
+            self._last = Observation(view, 0.0, 0.0, False, False, view)
+            return self._last
+
+    def step(self, action: str) -> Observation:
+        """Apply `action`; what the game refuses costs nothing."""
+        with self._lock:
+            return self._step(action)
+
+    def _step(self, action: str) -> Observation:
+        last = self._last
+        if last is None:
+            raise EnvError(f"{NAME}: step before a reset")
+        # Control characters would hang the Z-machine, and it takes 197 bytes.
+        command = normalize(action).encode()[:197].decode(errors="ignore").strip()
+        if last.done or not command:
+            self._last = Observation(
+                "Nothing happens.", 0.0, last.score, last.done, last.success, last.state, "", "invalid"
+            )
+            return self._last
+        exact = command in self._state["admissible_commands"]
+        self._state, _, done = self._game.step(command)
+        text = " ".join(self._state["feedback"].partition("\n>")[0].split()) or "Nothing happens."
+        score = MAX_SCORE * self._state["score"] / (self._state["max_score"] or 1)
+        refused = not exact and text.startswith(_REFUSALS)
+        self._last = Observation(
+            text=text,
+            reward=score - last.score,
+            score=score,
+            done=bool(done),
+            success=bool(self._state["won"]),
+            state=self._view(),
+            resolved=command,
+            resolution="exact" if exact else "invalid" if refused else "engine",
+        )
+        return self._last
+
+    def admissible_actions(self) -> Sequence[str]:
+        """What the game accepts now."""
+        return sorted(self._state["admissible_commands"]) if self._last and not self._last.done else []
+
+    def close(self) -> None:
+        """End the game."""
+        with self._lock:
+            if self._game is not None:
+                self._game.close()
+            self._game, self._last = None, None
+
+    def _view(self) -> str:
+        return f"{' '.join(self._state['description'].split())}\n{' '.join(self._state['inventory'].split())}"
+
+
+class TextWorldFamily(SimpleFamily):
+    """Games of some sizes."""
+
+    name = NAME
+
+    def __init__(self, sizes: Sequence[str], counts: dict[str, int]) -> None:
+        self._sizes, self._counts = tuple(sizes), counts
+
+    def tasks(self, split: str) -> list[Task]:
+        """The first seeds of the split, by size."""
+        if split not in SPLITS:
+            raise ConfigError(f"{NAME}: unknown split {split!r}; allowed: {', '.join(SPLITS)}")
+        numbers = SPLITS[split][: self._counts[split]]
+        return [Task(NAME, size, number) for size in self._sizes for number in numbers]
+
+    def task(self, name: str, variation: int) -> Task:
+        """Any size with any seed of a split."""
+        if name not in SIZES or not 0 <= variation < SPLITS["test"].stop:
+            last = SPLITS["test"].stop - 1
+            raise ConfigError(f"{NAME}/{name}/{variation}: the tasks are {', '.join(SIZES)}, variations 0 to {last}")
+        return Task(NAME, name, variation)
+
+    def solution(self, task: Task) -> list[str]:
+        """The walkthrough that the generator knows."""
+        game = _start(game_file(task), ("policy_commands",))
+        try:
+            return list(game.reset()["policy_commands"])
+        finally:
+            game.close()
+
+    def make(self) -> TextWorldEnvironment:
+        """An environment without a game."""
+        return TextWorldEnvironment()
+
+
+def _package() -> Any:
+    """TextWorld itself, imported when first needed: it takes seconds and is an extra."""
+    try:
+        return importlib.import_module("textworld")
+    except ImportError as error:
+        raise EnvError(f"textworld is not installed ({error}); install empo2_jax[textworld]") from error
+
+
+def _start(path: Path, asked: Sequence[str]) -> Any:
+    textworld = _package()
+    with _LOCK, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Game .* is not fully supported")  # TextWorld keeps the score itself
+        return textworld.start(str(path), textworld.EnvInfos(**dict.fromkeys(asked, True)))
+
+
+def game_file(task: Task) -> Path:
+    """The game of `task`, generated if it is not in the cache yet; raises `EnvError` if that fails."""
+    if task.name not in SIZES:
+        raise EnvError(f"{task}: the tasks are {', '.join(SIZES)}")
+    with _LOCK:
+        return _made(task, cache_directory())
+
+
+def _made(task: Task, place: Path) -> Path:
+    textworld, size, path = _package(), SIZES[task.name], place / f"{task.name}-{task.variation}.z8"
+    if path.is_file():
+        return path
+    place.mkdir(parents=True, exist_ok=True)
+    options = textworld.GameOptions()
+    options.seeds, options.nb_rooms, options.nb_objects = task.variation, size.rooms, size.objects
+    options.quest_length, options.force_recompile = size.quest_length, True
+    with tempfile.TemporaryDirectory(dir=place, prefix="making-") as folder:
+        options.path = str(Path(folder) / path.name)
+        try:
+            made = Path(textworld.generator.compile_game(textworld.generator.make_game(options), options))
+        except (textworld.generator.CouldNotGenerateGameError, OSError) as error:
+            raise EnvError(f"{task}: TextWorld cannot make the game: {error}") from error
+        for part in (made.with_suffix(".json"), made):  # the game comes last: it is what is looked for
+            part.replace(path.with_suffix(part.suffix))
+    return path
+
+
+def cache_directory() -> Path:
+    """Where games are kept: `$EMPO2_CACHE`, else the user's cache."""
+    root = os.environ.get("EMPO2_CACHE") or str(Path.home() / ".cache" / "empo2_jax")
+    return Path(root) / "textworld" / metadata.version("textworld")
+
+
+def family(*, tasks: Sequence[str] = (), train: int = 5, dev: int = 20, test: int = 20) -> TextWorldFamily:
+    """Games of the sizes `tasks` (default: small), so many seeds per split.
+
+    Raises:
+        ConfigError: an unknown size, or more games than a split has.
+        EnvError: TextWorld is not installed.
+    """
+    _package()
+    sizes, counts = tuple(tasks) or ("small",), {"train": train, "dev": dev, "test": test}
+    for size in sizes:
+        if size not in SIZES:
+            raise ConfigError(f"env.tasks: {NAME} has no task {size!r}; the tasks are {', '.join(SIZES)}")
+    for split, count in counts.items():
+        if not 1 <= count <= len(SPLITS[split]):
+            raise ConfigError(f"{NAME}: {count} {split} variations; 1 to {len(SPLITS[split])} are there")
+    return TextWorldFamily(sizes, counts)
+
+
+def from_config(config: EnvConfig, *, panel: int, workers: int) -> TextWorldFamily:
+    """The family that `[env]` describes, with `panel` games per size to evaluate on; `workers` does not matter."""
+    return family(tasks=config.tasks, train=config.train_variations, dev=min(panel, 100), test=min(panel, 100))
