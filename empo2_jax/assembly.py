@@ -6,6 +6,7 @@ Nothing imports an implementation until it is named. Shared by training, evaluat
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,11 +14,13 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from empo2_jax import assets
+from empo2_jax import assets, distributed
 from empo2_jax.config import Config, IntrinsicConfig, MemoryConfig, ModelConfig
 from empo2_jax.envs import registry
 from empo2_jax.envs.base import EnvironmentFamily
 from empo2_jax.errors import ConfigError, DataError
+from empo2_jax.learner.optim import policy_optimizer
+from empo2_jax.learner.step import Learner
 from empo2_jax.memory.base import Embedder, VectorIndex
 from empo2_jax.memory.novelty import NoveltyStore
 from empo2_jax.memory.tips import TipMemory
@@ -26,12 +29,14 @@ from empo2_jax.models.lora import adapt, split
 from empo2_jax.models.qwen2 import Qwen2
 from empo2_jax.models.sharding import make_mesh
 from empo2_jax.models.tokenizer import Tokenizer
+from empo2_jax.ops.losses import policy_loss
 from empo2_jax.rollout.base import Engine
 from empo2_jax.rollout.chat import Chat
 from empo2_jax.rollout.collect import Collector
 from empo2_jax.rollout.jax_engine import JaxEngine
 from empo2_jax.rollout.openings import check_openings
 from empo2_jax.rollout.reflect import PolicyTipWriter, ScriptedTipWriter, TipWriter
+from empo2_jax.rollout.spread import SpreadCollector
 
 TIP_ROOM = 256  # tokens that the request for a tip may take beyond rollout.max_length
 
@@ -74,6 +79,7 @@ def load_policy(config: ModelConfig, folder: Path | None = None) -> Policy:
     folder = folder or model_folder(config.path)
     tokenizer = Tokenizer.load(folder)
     mesh = make_mesh(jax.devices(), *config.mesh)
+    distributed.check_covers(mesh)
     model = load_model(folder, dtype=config.compute_dtype, mesh=mesh, attention=config.attention)
     tokenizer.check_fits(model.config.vocab_size, folder)
     return Policy(model, tokenizer, folder, mesh)
@@ -92,6 +98,30 @@ def learner_parts(config: Config, policy: Policy) -> Parts:
     """What is trained of a policy and what stays: everything and nothing, or new adapters and the policy's arrays."""
     parts = split(adapt(policy.model, config.lora, config.run.seed, policy.mesh))
     return Parts(*parts, weights_hash(policy.folder) if config.lora.enabled else "")
+
+
+def make_learner(config: Config, policy: Policy, parts: Parts) -> Learner:
+    """The learner of the policy loss."""
+    algorithm = config.algorithm
+    objective = partial(
+        policy_loss,
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        dual_clip=algorithm.dual_clip,
+        kl_coefficient=algorithm.kl_coefficient,
+        entropy_coefficient=algorithm.entropy_coefficient,
+        mask_sign=algorithm.mask_sign,
+    )
+    return Learner(
+        parts.graphdef,
+        policy_optimizer(config.update),
+        objective,
+        frozen=parts.frozen,
+        temperature=config.rollout.temperature,
+        remat=config.model.remat,
+        mesh=policy.mesh,
+        offload_moments=config.update.offload_moments,
+    )
 
 
 def make_family(experiment: Config) -> EnvironmentFamily:
@@ -154,18 +184,33 @@ def make_engine(config: Config, policy: Policy) -> Engine:
             f"rollout.max_length + memory.tip_max_tokens + {TIP_ROOM} = {length} exceeds the {limit} positions of "
             f"{config.model.path}"
         )
+    several = distributed.current().size > 1
     if config.rollout.engine == "sglang":
+        if several:
+            raise ConfigError(
+                'rollout.engine = "sglang" with several processes: one with all devices of its host is allowed'
+            )
         remote = importlib.import_module("empo2_jax.remote_engine")
         return remote.make_remote_engine(config, policy.model, policy.tokenizer, policy.folder, policy.mesh, length)
-    return JaxEngine(policy.model, slots=config.rollout.slots, max_length=length)
+    model = policy.model
+    if several:
+        graphdef, params = nnx.split(model)
+        model = nnx.merge(graphdef, distributed.own_copy(params))
+    return JaxEngine(model, slots=config.rollout.slots, max_length=length)
 
 
 def make_collector(config: Config, policy: Policy, engine: Engine, family: EnvironmentFamily) -> Collector:
-    """The collector of a run; raises `ConfigError` if a first turn leaves no room for an answer."""
+    """The collector of a run; of several processes, each does its share.
+
+    Raises:
+        ConfigError: a first turn leaves no room for an answer.
+    """
     rollout, chat = config.rollout, Chat(policy.tokenizer, family.system_prompt())
     lengths = {"max_length": rollout.max_length, "max_action_tokens": rollout.max_action_tokens}
     check_openings(family, chat, family.tasks("train"), **lengths)
-    return Collector(
+    gang = distributed.current()
+    kind = Collector if gang.size == 1 else partial(SpreadCollector, gang)
+    return kind(
         engine,
         chat,
         family,

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from empo2_jax import distributed
 from empo2_jax.errors import CheckpointError
 from empo2_jax.interrupts import uninterrupted
 from empo2_jax.metrics import METRICS_FILE, read_metrics, untimed
@@ -83,26 +84,36 @@ class CheckpointStore:
             CheckpointError: no space, or the folder cannot be written. Earlier steps stay as they were.
         """
         leaves = _named(state)
-        draft = self._folder / f".tmp-{step}"
-        try:
+        draft, final = self._folder / f".tmp-{step}", self._folder / str(step)
+        gang, what = distributed.current(), f"checkpoint {step}"
+
+        def begin() -> None:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._sweep()
             for name in ("memory", "novelty"):
                 (draft / name).mkdir(parents=True)
             _require_space(draft / "reserve", sum(leaf.nbytes for leaf in leaves.values()))
-            with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-                checkpointer.save((draft / "state").absolute(), args=ocp.args.PyTreeSave(leaves))
+
+        def complete() -> None:
             memory_dump(draft / "memory")
             novelty_dump(draft / "novelty")
             _write_json(draft / "cursor.json", cursor)
             content = {name: _hash_folder(draft / name) for name in ("memory", "novelty")}
-            self._write_manifest(draft, step, {"state": _hash_leaves(leaves), **content})
+            self._write_manifest(draft, step, {"state": digest, **content})
             _sync_tree(draft)
-            final = self._publish(draft, step)
+            self._publish(draft, step)
+
+        try:
+            gang.first(begin, what)
+            with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+                checkpointer.save((draft / "state").absolute(), args=ocp.args.PyTreeSave(leaves))
+            digest = _hash_leaves(leaves)
+            gang.first(complete, what)
         except (OSError, ValueError) as error:  # Orbax reports a failed write as ValueError
-            shutil.rmtree(draft, ignore_errors=True)
-            raise CheckpointError(f"{draft.parent / str(step)}: cannot save: {_first_line(error)}") from error
-        self._drop_others(step)
+            if gang.writes:
+                shutil.rmtree(draft, ignore_errors=True)
+            raise CheckpointError(f"{final}: cannot save: {_first_line(error)}") from error
+        gang.first(lambda: self._drop_others(step), what)
         self._parent = step
         return final
 
@@ -112,6 +123,9 @@ class CheckpointStore:
         Raises:
             CheckpointError: there are steps and none verifies.
         """
+        return distributed.current().first(self._latest, "checkpoints")
+
+    def _latest(self) -> int | None:
         bad = []
         for step in reversed(self.steps()):
             problem = self.problem(step)
@@ -139,7 +153,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: the step is missing or corrupt, or its state has other leaves, shapes or dtypes.
         """
-        folder = self._verified(step)
+        folder = Path(distributed.current().first(lambda: str(self._verified(step)), f"checkpoint {step}"))
         target = _named(abstract_state)
         placed = ocp.checkpoint_utils.construct_restore_args(target)
         arguments = ocp.args.PyTreeRestore(target, restore_args=placed, partial_restore=partial)
@@ -153,10 +167,14 @@ class CheckpointStore:
 
     def set_aside_after(self, step: int) -> None:
         """Rename checkpoints newer than `step`: the run goes back to it, and nothing may continue from them."""
-        for later in (number for number in self.steps() if number > step):
-            aside = self._folder / f".aside-{later}"
-            shutil.rmtree(aside, ignore_errors=True)
-            (self._folder / str(later)).rename(aside)
+
+        def rename() -> None:
+            for later in (number for number in self.steps() if number > step):
+                aside = self._folder / f".aside-{later}"
+                shutil.rmtree(aside, ignore_errors=True)
+                (self._folder / str(later)).rename(aside)
+
+        distributed.current().first(rename, "checkpoints")
 
     def verify(self) -> list[tuple[int, str | None]]:
         """Every step with what is wrong with it, or None."""
@@ -203,6 +221,10 @@ class CheckpointStore:
             raise CheckpointError(f"{self._run_dir / METRICS_FILE}: {len(metrics)} lines, step {step} needs {lines}")
         return hashlib.sha256(_canonical([content, metrics])).hexdigest()
 
+    def recorded_state_hash(self, step: int) -> str:
+        """`state_hash` of what a step holds, as its manifest says."""
+        return _read_json(self._verified(step) / "manifest.json")["content"]["state"]
+
     def _verified(self, step: int) -> Path:
         if step not in self.steps():
             raise CheckpointError(f"{self._folder / str(step)}: no such checkpoint; there are {self.steps()}")
@@ -222,13 +244,12 @@ class CheckpointStore:
         }
         _write_json(draft / "manifest.json", {**manifest, "seal": _seal(manifest)})
 
-    def _publish(self, draft: Path, step: int) -> Path:
+    def _publish(self, draft: Path, step: int) -> None:
         final = self._folder / str(step)
         if final.exists():
             final.rename(self._folder / f".old-{step}")
         draft.rename(final)
         _sync(self._folder)
-        return final
 
     def _drop_others(self, step: int) -> None:
         """Remove what is beyond `keep`, and steps after the restored one: those were skipped as corrupt."""
@@ -296,10 +317,15 @@ def _check_leaves(folder: Path, stored: dict[str, Any], target: dict[str, Any], 
             )
 
 
+def state_hash(state: Any) -> str:
+    """SHA-256 over the names, dtypes, shapes and bytes of a state's leaves."""
+    return _hash_leaves(_named(state))
+
+
 def _hash_leaves(leaves: dict[str, Any]) -> str:
     digest = hashlib.sha256()
     for name in sorted(leaves):
-        array = np.asarray(leaves[name])
+        array = distributed.whole(leaves[name])
         digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
         digest.update(array.tobytes())
     return digest.hexdigest()

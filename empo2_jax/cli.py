@@ -5,7 +5,6 @@ A mistake of the user is one line on standard error and exit code 2; Ctrl-C is o
 
 import argparse
 import difflib
-import json
 import logging
 import math
 import os
@@ -16,18 +15,17 @@ import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin
+from typing import Any, NoReturn
 
-from pydantic.fields import FieldInfo
 from rich.console import Console
 from rich.table import Table
 
 from empo2_jax import cli_envs, shop
 from empo2_jax.assets import cache_folder
-from empo2_jax.config import Config
 from empo2_jax.config_file import dump_toml, load_config
-from empo2_jax.errors import ConfigError, Empo2Error
-from empo2_jax.interrupts import uninterrupted
+from empo2_jax.config_options import config_of, config_options
+from empo2_jax.errors import ConfigError, Empo2Error, GangError
+from empo2_jax.interrupts import Stopped, uninterrupted
 from empo2_jax.rollout import serve_options
 
 RESUME_HELP = (
@@ -60,13 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return known.call(known)
     except Empo2Error as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return 75 if isinstance(error, GangError) else 2  # 75: `distributed.EXIT_GANG`
     except OSError as error:
         print(f"error: {error.filename or ''}: {error.strerror or error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print(f"interrupted; resume with: empo2 {shlex.join(arguments)}", file=sys.stderr)
-        return 130
+    except (Stopped, KeyboardInterrupt) as end:
+        stopped = isinstance(end, Stopped)
+        print(f"{end if stopped else 'interrupted'}; resume with: empo2 {shlex.join(arguments)}", file=sys.stderr)
+        return 143 if stopped else 130  # 128 + the signal: a scheduler starts the run again
 
 
 @contextmanager
@@ -93,14 +92,18 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=Parser)
 
     train = _command(commands, "train", _train, "train a policy; continues where the run directory stands")
-    _config_options(train)
+    config_options(train)
     train.add_argument("--resume", default="auto", metavar="auto|never|PATH", help=RESUME_HELP)
+    train.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, for a run of several processes")
+    train.add_argument("--num-processes", type=int, metavar="N", help="of the run (default: Slurm, TPU or EMPO2_*)")
+    train.add_argument("--process-id", type=int, metavar="N", help="of this one, from 0")
+    train.add_argument("--start-timeout", type=float, default=600, metavar="S", help="to wait for the others (600)")
     train.add_argument(
         "--dry-run", action="store_true", help="print the resolved configuration and the plan; run nothing"
     )
 
     planner = _command(commands, "plan", _plan, "whether a run fits a machine and what an update costs, without it")
-    _config_options(planner, "?")
+    config_options(planner, "?")
     planner.add_argument("--hardware", default="", metavar="NAME", help="accelerator, for example a100-40")
     planner.add_argument("--devices", type=int, metavar="N", help="how many (default: those of model.mesh)")
     planner.add_argument("--share", type=float, default=0.4, metavar="X", help="of the peak, reached (default: 0.4)")
@@ -108,7 +111,7 @@ def build_parser() -> Parser:
     planner.add_argument("--table", action="store_true", help="print docs/plan.md: every size on every accelerator")
 
     warmstart = _command(commands, "warmstart", _warmstart, "supervised start on transcripts of training variations")
-    _config_options(warmstart)
+    config_options(warmstart)
     warmstart.add_argument("--out", type=Path, metavar="DIR", help="new model folder (default: <run directory>/start)")
 
     evaluate = _command(commands, "evaluate", _evaluate, "run the panel (no memory) on a run's checkpoint")
@@ -163,6 +166,9 @@ def build_parser() -> Parser:
     bench.add_argument("--check", action="store_true", help="exit with 1 where a stable figure misses its goal")
     shop.add_commands(commands, _command)
     cli_envs.add_commands(commands, _command)
+    debug = _command(commands, "debug", _debug, "run the recorded updates of one iteration again, bit for bit")
+    debug.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    debug.add_argument("--iteration", type=int, required=True, metavar="N", help="iteration, from 1")
     doctor = _command(commands, "doctor", _doctor, "check this machine; non-zero exit if something needed is missing")
     doctor.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="check for this configuration")
     return parser
@@ -179,57 +185,6 @@ def _run_options(parser: Parser) -> None:
     parser.add_argument("--step", type=int, metavar="N", help="checkpoint (default: the newest good one)")
 
 
-def _config_options(parser: Parser, count: str | None = None) -> None:
-    """CONFIG and one option per key of the configuration."""
-    parser.usage = "%(prog)s CONFIG [--section.key VALUE ...] [option ...]"
-    text = "TOML file; the options below override its keys"
-    parser.add_argument("config", nargs=count, type=Path, metavar="CONFIG", help=text)
-    for name, section in Config.model_fields.items():
-        model: Any = section.annotation
-        group = parser.add_argument_group(f"[{name}]", (model.__doc__ or "").splitlines()[0])
-        for key, field in model.model_fields.items():
-            default = field.default if field.default != "" else '""'
-            text = f"{field.description} (default: {list(default) if isinstance(default, tuple) else default})"
-            option, kind = f"{name}.{key}", _type_name(field.annotation)
-            group.add_argument(f"--{option}", dest=option, metavar=kind, help=text.replace("%", "%%"))
-
-
-def _type_name(annotation: Any) -> str:
-    if get_origin(annotation) is Literal:
-        return "|".join(get_args(annotation))
-    if get_origin(annotation) is tuple:
-        return "LIST"
-    names: dict[type, str] = {int: "INT", float: "FLOAT", bool: "true|false", str: "TEXT"}
-    return names[_plain_type(annotation)]
-
-
-def _plain_type(annotation: Any) -> type:
-    return annotation if isinstance(annotation, type) else get_args(annotation)[0]
-
-
-def _load(options: argparse.Namespace) -> Config:
-    overrides = []
-    for name, section in Config.model_fields.items():
-        model: Any = section.annotation
-        for key, field in model.model_fields.items():
-            text = getattr(options, f"{name}.{key}")
-            if text is not None:
-                overrides.append(f"{name}.{key}={_toml_text(text, field)}")
-    return load_config(options.config, overrides)
-
-
-def _toml_text(text: str, field: FieldInfo) -> str:
-    """The option's text in TOML syntax: quotes around text, brackets around a comma-separated list."""
-    kind = _type_name(field.annotation)
-    if kind == "LIST" and not text.startswith("["):
-        numbers = int in map(_plain_type, get_args(field.annotation)[:1])
-        items = [item.strip() for item in text.split(",") if item.strip()]
-        return f"[{', '.join(items if numbers else [json.dumps(item, ensure_ascii=False) for item in items])}]"
-    if kind in ("LIST", "INT", "FLOAT", "true|false"):
-        return text
-    return json.dumps(text, ensure_ascii=False)
-
-
 def _unknown_option(option: str, parser: Parser) -> str:
     if not option.startswith("-"):
         return f"unexpected argument `{option}` (see `{parser.prog} --help`)"
@@ -239,14 +194,16 @@ def _unknown_option(option: str, parser: Parser) -> str:
 
 
 def _train(options: argparse.Namespace) -> int:
-    config = _load(options)
+    config = config_of(options)
     if options.dry_run:
         with uninterrupted():
             from empo2_jax.dry_run import lines
         print("\n".join([dump_toml(config), *lines(config)]))
         return 0
     with uninterrupted():
-        from empo2_jax import trainer
+        from empo2_jax import distributed, trainer
+    member = distributed.membership(os.environ, options.coordinator, options.num_processes, options.process_id)
+    distributed.initialize(member, limit_s=options.start_timeout)
     run_dir = trainer.run(config, resume=options.resume, command=["empo2", *options.arguments])
     print(f"report: {run_dir / 'report.html'}")
     return 0
@@ -260,7 +217,7 @@ def _plan(options: argparse.Namespace) -> int:
         return 0
     if options.config is None:
         raise ConfigError("plan needs CONFIG (or --table)")
-    config = _load(options)
+    config = config_of(options)
     devices = options.devices if options.devices is not None else math.prod(config.model.mesh)
     plan = planning.make_plan(config, options.hardware, devices, options.share)
     if not options.formula:
@@ -271,7 +228,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _warmstart(options: argparse.Namespace) -> int:
-    config = _load(options)
+    config = config_of(options)
     folder = options.out or config.run_dir / "start"
     with uninterrupted():
         from empo2_jax import assembly, warmstart
@@ -385,6 +342,12 @@ def _bench(options: argparse.Namespace) -> int:
     from empo2_jax.bench.runner import bench
 
     return bench(tuple(filter(None, options.suite.split(","))), options.quick, options.json, options.check)
+
+
+def _debug(options: argparse.Namespace) -> int:
+    with uninterrupted():
+        from empo2_jax.debugging import check
+    return 0 if check(options.run, options.iteration, print) else 1
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -33,6 +33,12 @@ class RunConfig(Section):
     seed: int = Field(0, ge=0, description="seed of every draw of the run")
     iterations: int = Field(100, ge=0, description="iterations (rollout + update) of the whole run")
     tensorboard: bool = Field(True, description="write TensorBoard event files beside metrics.jsonl")
+    watchdog_s: float = Field(
+        1800.0, ge=0, description="seconds a process may show no progress, or wait for another, before it ends; 0 = any"
+    )
+    updates_kept: int = Field(
+        0, ge=0, description="newest iterations whose batches `empo2 debug` can run again; a skipped update always is"
+    )
     episodes_logged: int = Field(64, ge=0, description="episodes written in full to episodes/<iteration>.jsonl")
 
 

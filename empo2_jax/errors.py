@@ -7,6 +7,7 @@ Empo2Error
 ├── EngineError       the rollout engine failed or refused a request
 ├── SyncError         published weights that are missing, damaged, of another model, or cannot be written
 ├── UpdateError       the training diverged: no update has a finite loss and gradient any more
+├── GangError         a process of the run did not come, failed or is gone
 └── CheckpointError   a checkpoint is missing, corrupt or belongs to another run
 
 The message says what, where, and what is allowed. `empo2` prints it on one line and exits with 2.
@@ -43,3 +44,7 @@ class UpdateError(Empo2Error):
 
 class CheckpointError(Empo2Error):
     """A checkpoint cannot be written or restored."""
+
+
+class GangError(Empo2Error):
+    """Another process of the run is missing or failed."""

@@ -1,8 +1,12 @@
-"""Ctrl-C where it would do harm: while a checkpoint is written, and while compiled modules are imported."""
+"""Ctrl-C where it would do harm: while a checkpoint is written, and while compiled modules are imported; SIGTERM."""
 
 import signal
 from collections.abc import Generator
 from contextlib import contextmanager
+
+
+class Stopped(Exception):
+    """The run was asked to stop (SIGTERM) and has; not an error."""
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from empo2_jax import assembly, warmstart
+from empo2_jax import assembly, distributed, warmstart
 from empo2_jax.alarms import CANARIES, MAX_GAP, count_skipped, refuse_many_failures, warn
 from empo2_jax.algorithms.base import StepAdvantages, group_metrics, valid_episodes
 from empo2_jax.checkpoint import CheckpointStore, RunLock, check_same_base
@@ -26,20 +26,23 @@ from empo2_jax.data.packing import branch_room, fits, pack
 from empo2_jax.data.rows import build_rows, drop_unlikely_steps, minibatches, token_weights
 from empo2_jax.errors import CheckpointError, ConfigError
 from empo2_jax.evaluation import evaluate
+from empo2_jax.interrupts import Stopped
 from empo2_jax.learner.ledgers import fill, scorer
-from empo2_jax.learner.optim import policy_optimizer, policy_rate
-from empo2_jax.learner.step import Learner, LearnerState
+from empo2_jax.learner.optim import policy_rate
+from empo2_jax.learner.step import LearnerState
 from empo2_jax.memory.novelty import PendingVisits, novelty_key
-from empo2_jax.metrics import EpisodeLog, JsonLines, MetricsLog, Stopwatch, TensorBoardSink, write_atomically
+from empo2_jax.metrics import Stopwatch, write_atomically
 from empo2_jax.models.lora import merged
-from empo2_jax.ops.losses import finalize_metrics, policy_loss
+from empo2_jax.ops.losses import finalize_metrics
 from empo2_jax.progress import RunProgress, note
 from empo2_jax.randomness import generator
+from empo2_jax.recorded_updates import UpdateRecorder
 from empo2_jax.report import write_report
-from empo2_jax.rollout.base import Measured
 from empo2_jax.rollout.collect import Assignment
+from empo2_jax.run_logs import RunLogs
 from empo2_jax.run_record import CONFIG_FILE, check_same_run, record_command
 from empo2_jax.types import Episode, EpisodeGroup, Row, Task
+from empo2_jax.watch import Watch, WatchedEngine
 
 
 def run(config: Config, resume: str = "auto", command: Sequence[str] = ()) -> Path:
@@ -53,89 +56,78 @@ def run(config: Config, resume: str = "auto", command: Sequence[str] = ()) -> Pa
 
     Raises:
         Empo2Error: whatever the user or the world did wrong, in one line.
+        Stopped: by SIGTERM; what was complete is in a checkpoint.
     """
+    gang, folder = distributed.current(), config.run_dir
     with ExitStack() as stack:
-        stack.enter_context(RunLock(config.run_dir))
-        _check_claim(config, resume)
-        record_command(config.run_dir, command)
+        gang.first(partial(_claim, config, resume, command, stack), "run directory")
         trainer = Trainer(config, stack)
-        write_atomically(config.run_dir / CONFIG_FILE, dump_toml(config))
-        trainer.restore(resume)
-        trainer.loop()
-        write_report(config.run_dir)
-    return config.run_dir
+        gang.first(lambda: write_atomically(folder / CONFIG_FILE, dump_toml(config)), "configuration")
+        stack.enter_context(trainer.watch)
+        try:
+            trainer.restore(resume)
+            trainer.loop()
+        except Stopped:
+            trainer.save_complete()
+            raise Stopped(f"{folder}: stopped; checkpoints {trainer.store.steps()}") from None
+        gang.first(lambda: str(write_report(folder)), "report")
+    return folder
 
 
-def _check_claim(config: Config, resume: str) -> None:
-    """Check that the run directory is this experiment's. One that never got to a checkpoint may be claimed again."""
+def _claim(config: Config, resume: str, command: Sequence[str], stack: ExitStack) -> None:
+    """Lock the run directory for this experiment. One that never got to a checkpoint may be claimed again."""
+    stack.enter_context(RunLock(config.run_dir))
     saved = config.run_dir / CONFIG_FILE
     steps = CheckpointStore(config.run_dir, config.checkpoint.keep).steps()
     if resume == "never" and steps:
         raise CheckpointError(f"{config.run_dir}: has checkpoints; use --resume auto or another run.dir")
     if steps:
         check_same_run(load_config(saved), config)
+    record_command(config.run_dir, command)
 
 
 class Trainer:
     """The parts of one run and its state; opened resources go to `stack`."""
 
     def __init__(self, config: Config, stack: ExitStack):
-        self.config = config
-        self.family = assembly.make_family(config)
+        self.config, self.gang = config, distributed.current()
+        self.watch = Watch(self.gang, config.run.watchdog_s)
+        self.family = self.gang.agree(lambda: assembly.make_family(config), "environment")
         stack.callback(self.family.close)
-        self.policy = assembly.load_policy(config.model, self._start())
+        start = self._start()
+        self.policy = self.gang.agree(lambda: assembly.load_policy(config.model, start), "policy")
         self.algorithm = importlib.import_module(f"empo2_jax.algorithms.{config.algorithm.name}")
         embedder = assembly.make_embedder(config)
         self.memory = assembly.make_memory(config.memory, embedder)
         self.novelty = assembly.make_novelty(config.intrinsic, config.memory, embedder)
-        self.engine = assembly.make_engine(config, self.policy)
+        self.engine = WatchedEngine(assembly.make_engine(config, self.policy), self.watch)
         stack.callback(self.engine.close)
         self.collector = assembly.make_collector(config, self.policy, self.engine, self.family)
         stack.callback(self.collector.close)
         self.writer = assembly.make_writer(config, self.policy, self.family) if config.algorithm.p_memory > 0 else None
         self.parts = assembly.learner_parts(config, self.policy)
-        self.learner = self._learner()
+        self.learner = assembly.make_learner(config, self.policy, self.parts)
         self.reference = _copy(self.parts.trainable) if config.algorithm.kl_coefficient > 0 else None
         # The learner takes these arrays over (and donates them); the engine is given a copy in `restore`.
         self.state: LearnerState = self.learner.init(self.parts.trainable)
         self.store = CheckpointStore(config.run_dir, config.checkpoint.keep)
+        self.updates = UpdateRecorder(config.run_dir, config.run.updates_kept, writes=self.gang.writes)
         self.iteration = 0
         remote, algorithm = config.rollout.engine != "jax", config.algorithm
         self._max_gap = CANARIES * config.canary_tolerance if remote else MAX_GAP[config.model.compute_dtype]
         self.corrected = remote if algorithm.rollout_correction == "auto" else algorithm.rollout_correction == "on"
+        self._complete = False  # whether the state, the memory and the logs are those of the end of `iteration`
         self._sampled = 0  # tokens of the newest rollout
         self._skipped = 0  # updates in a row, up to now
         self.totals = {"environment_steps": 0, "prompt_tokens": 0, "sampled_tokens": 0, "tip_calls": 0}
         self._stack = stack
-
-    def _learner(self) -> Learner:
-        algorithm = self.config.algorithm
-        objective = partial(
-            policy_loss,
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            dual_clip=algorithm.dual_clip,
-            kl_coefficient=algorithm.kl_coefficient,
-            entropy_coefficient=algorithm.entropy_coefficient,
-            mask_sign=algorithm.mask_sign,
-        )
-        return Learner(
-            self.parts.graphdef,
-            policy_optimizer(self.config.update),
-            objective,
-            frozen=self.parts.frozen,
-            temperature=self.config.rollout.temperature,
-            remat=self.config.model.remat,
-            mesh=self.policy.mesh,
-            offload_moments=self.config.update.offload_moments,
-        )
 
     def _start(self) -> Path | None:
         """Folder of the warm-started policy, made when the configuration asks for one and none is there."""
         if not self.config.warmstart.updates:
             return None
         if CheckpointStore(self.config.run_dir, self.config.checkpoint.keep).steps():
-            return self.config.run_dir / "start"  # `_check_claim` compared the settings that matter
+            return self.config.run_dir / "start"  # `_claim` compared the settings that matter
         return warmstart.ensure_start(self.config, self.family, self.config.run_dir / "start")
 
     def restore(self, resume: str) -> None:
@@ -152,12 +144,11 @@ class Trainer:
             self.iteration, self.totals = cursor["iteration"], cursor["totals"]
             self._skipped = cursor["skipped_in_a_row"]
         self.engine.load(self._served(), self.iteration)
-        sinks = [TensorBoardSink(self.config.run_dir)] if self.config.run.tensorboard else []
-        self.metrics = MetricsLog(self.config.run_dir, cursor.get("metrics_lines", 0), sinks)
-        self.evaluations = JsonLines(self.config.run_dir / "evaluations.jsonl", cursor.get("evaluation_lines", 0))
-        self._stack.callback(self.metrics.close)
-        self._stack.callback(self.evaluations.close)
-        self.episode_log = EpisodeLog(self.config.run_dir, self.policy.tokenizer.decode, self.iteration)
+        settings = {"writes": self.gang.writes, "tensorboard": self.config.run.tensorboard}
+        opened = partial(RunLogs, self.config.run_dir, cursor, decode=self.policy.tokenizer.decode, **settings)
+        self.logs = self.gang.agree(opened, "logs")
+        self._stack.callback(self.logs.close)
+        self._complete = step is not None
         if step is None:
             self._evaluate_start()
             self.save()
@@ -175,7 +166,7 @@ class Trainer:
     def _evaluate_start(self) -> None:
         before = self.config.run_dir / "start" / "before.json"
         if self.config.warmstart.updates and before.is_file():
-            self.evaluations.append(json.loads(before.read_text(encoding="utf-8")))
+            self.logs.evaluation(json.loads(before.read_text(encoding="utf-8")))
         self.evaluate("start")
 
     def loop(self) -> None:
@@ -188,7 +179,8 @@ class Trainer:
                 every = self.config.evaluation.every
                 if last or (every and self.iteration % every == 0):
                     metrics |= self.evaluate("end" if last else "during")
-                self.metrics.write(self.iteration, metrics)
+                self.logs.iteration(self.iteration, metrics)
+                self._complete = True
                 if last or self.iteration % self.config.checkpoint.every == 0:
                     self.save()
                 progress.update(self.iteration, metrics)
@@ -198,6 +190,7 @@ class Trainer:
         clock = Stopwatch()
         memory_before = self.collector.memory_seconds
         groups = self.collect()
+        self._complete = False
         refuse_many_failures([episode for group in groups for episode in group.episodes])
         clock.lap("rollout")
         groups, pending = self.reward_novelty(groups)
@@ -211,7 +204,7 @@ class Trainer:
         clock.lap("memory")
         self.iteration += 1
         self.engine.load(self._served(), self.iteration)
-        self.episode_log.write(
+        self.logs.episodes(
             self.iteration, [episode for group in groups for episode in group.episodes], self.config.run.episodes_logged
         )
         metrics |= {f"memory/{name}": float(value) for name, value in self.memory.metrics().items()}
@@ -219,8 +212,7 @@ class Trainer:
         metrics |= {f"total/{name}": float(value) for name, value in self.totals.items()}
         metrics["perf/tokens_per_s"] = self._sampled / max(clock.seconds["rollout"], 1e-9)
         metrics["memory/tips_missing"] = float(sum(not episode.tip for episode in episodes)) if self.writer else 0.0
-        if isinstance(self.engine, Measured):
-            metrics |= self.engine.metrics()
+        metrics |= self.engine.metrics()
         warn(metrics, self.config.update.learning_rate, self._max_gap)
         clock.seconds["memory_in_rollout"] = self.collector.memory_seconds - memory_before
         return metrics | clock.metrics()
@@ -239,9 +231,14 @@ class Trainer:
             for group, task in enumerate(tasks)
             for member in range(size)
         ]
-        episodes = self.collector.collect(
-            assignments, temperature=config.rollout.temperature, memory=self.memory, writer=self.writer
-        )
+        before = self.memory.retrievals
+        try:
+            episodes = self.collector.collect(
+                assignments, temperature=config.rollout.temperature, memory=self.memory, writer=self.writer
+            )
+        except Stopped:
+            self.memory.retrievals = before  # the run goes on as if this rollout had not begun
+            raise
         return [
             EpisodeGroup(task, tuple(episodes[group * size : (group + 1) * size])) for group, task in enumerate(tasks)
         ]
@@ -298,12 +295,15 @@ class Trainer:
         )
         totals: dict[str, np.ndarray] = {}
         count = skipped = 0
+        self.updates.begin(self.iteration + 1)
         for epoch in range(update.epochs):
             order = generator(self.config.run.seed, "minibatches", self.iteration, epoch).permutation(len(episodes))
             for part in minibatches([len(e.steps) for e in episodes], update.minibatch_steps, order):
                 batches = self._batches(filled, set(part))
                 if batches:
+                    self.watch.beat("update")
                     self.state, sums = self.learner.update(self.state, batches)
+                    self.updates.add(batches, sums)
                     where = f"iteration {self.iteration + 1}, update {count + skipped + 1}"
                     self._skipped = count_skipped(self._skipped, bool(sums.pop("skipped")), where)
                     if self._skipped:
@@ -311,6 +311,7 @@ class Trainer:
                         continue
                     totals = {name: totals.get(name, 0.0) + value for name, value in sums.items()}
                     count += 1
+        self.updates.end()
         metrics |= gaps | {"actor/updates": float(count), "actor/skipped_updates": float(skipped)}
         if not count:
             return metrics
@@ -330,7 +331,7 @@ class Trainer:
         """Run the panel with the current weights and append it to evaluations.jsonl."""
         note(f"evaluating on {self.config.evaluation.split}, without memory ({label})")
         panel = evaluate(self.collector, self.family, self.config.evaluation)
-        self.evaluations.append(panel.record(label, self.iteration, self.config.evaluation.split))
+        self.logs.evaluation(panel.record(label, self.iteration, self.config.evaluation.split))
         return {
             "val/score": panel.score,
             "val/success_rate": panel.success,
@@ -338,15 +339,20 @@ class Trainer:
             "val/complete": float(panel.complete),
         }
 
+    def save_complete(self) -> None:
+        """Write the checkpoint of this iteration unless it is there, or the iteration was left in its middle."""
+        if self._complete and self.iteration not in self.gang.first(self.store.steps, "checkpoints"):
+            self.save()
+
     def save(self) -> None:
         """Write the checkpoint of this iteration."""
+        self.watch.beat("checkpoint")
         cursor = {
             "iteration": self.iteration,
             "base": self.parts.base,
             "totals": self.totals,
             "skipped_in_a_row": self._skipped,
-            "metrics_lines": self.metrics.lines,
-            "evaluation_lines": self.evaluations.lines,
+            **self.logs.cursor(),
         }
         self.store.save(
             self.iteration,
@@ -358,7 +364,9 @@ class Trainer:
 
     def _served(self) -> Any:
         """Weights for the engine: no array of them will be donated."""
-        return merged(_copy(self.state.params), self.parts.frozen, self.config.lora.scale)
+        own = distributed.own_copy
+        frozen = self.parts.frozen if self.gang.size == 1 else own(self.parts.frozen)
+        return merged(own(self.state.params), frozen, self.config.lora.scale)
 
     def _traffic(self, groups: Sequence[EpisodeGroup]) -> dict[str, float]:
         """Count what was spent; modes as shares of the episodes."""

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from empo2_jax import assembly
+from empo2_jax import assembly, distributed
 from empo2_jax.alarms import count_skipped
 from empo2_jax.assembly import Policy
 from empo2_jax.checkpoint import CheckpointStore
@@ -76,7 +76,8 @@ def ensure_start(config: Config, family: EnvironmentFamily, folder: Path) -> Pat
     """
     if not config.warmstart.updates:
         raise ConfigError("warmstart.updates = 0: this configuration has no warm start")
-    if not folder.is_dir():
+    gang = distributed.current()
+    if not gang.first(folder.is_dir, "warm start"):
         make_start(config, family, folder)
     origin = folder / "made_from.txt"
     if not origin.is_file() or origin.read_text(encoding="utf-8") != _origin(config):
@@ -124,13 +125,18 @@ def make_start(config: Config, family: EnvironmentFamily, folder: Path) -> None:
                 store=CheckpointStore(partial, keep=1),
                 report=lambda done, loss: progress.update(done, {"warmstart/loss": loss}),
             )
-        with new_folder(folder) as work:
-            save_model(work, params, policy.model.config, tokenizer_folder=policy.folder)
-            write_atomically(work / "losses.json", json.dumps(losses))
-            write_atomically(work / "made_from.txt", _origin(config))
-            if before is not None:
-                write_atomically(work / "before.json", json.dumps(before))
-    shutil.rmtree(partial, ignore_errors=True)
+        params = distributed.own_copy(params)
+
+        def write() -> None:
+            with new_folder(folder) as work:
+                save_model(work, params, policy.model.config, tokenizer_folder=policy.folder)
+                write_atomically(work / "losses.json", json.dumps(losses))
+                write_atomically(work / "made_from.txt", _origin(config))
+                if before is not None:
+                    write_atomically(work / "before.json", json.dumps(before))
+            shutil.rmtree(partial, ignore_errors=True)
+
+        distributed.current().first(write, "warm start")
 
 
 def _evaluate_untrained(config: Config, policy: Policy, family: EnvironmentFamily) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float32, Int32
 
 from empo2_jax.errors import ConfigError
@@ -75,8 +75,9 @@ class Learner:
         self._temperature, self._remat, self._offload = temperature, remat, offload_moments
         self._mesh = make_mesh(jax.devices(), 1, 1, 1) if mesh is None else mesh
         self.row_multiple = batch_shards(self._mesh)
-        self._logprobs = jax.jit(self._forward, static_argnames="capacity")
-        self._sum = jax.jit(partial(jax.tree.map, jnp.add), donate_argnums=0)
+        everywhere = NamedSharding(self._mesh, PartitionSpec())  # what goes to the host, whatever process that is of
+        self._logprobs = jax.jit(self._forward, static_argnames="capacity", out_shardings=everywhere)
+        self._sum = jax.jit(partial(jax.tree.map, jnp.add), out_shardings=everywhere, donate_argnums=0)
 
     def init(self, params: Any) -> LearnerState:
         """State at the start; moments take the sharding of their parameter, and updates keep every sharding.
@@ -135,9 +136,12 @@ class Learner:
         placement = jax.tree.map(lambda leaf: leaf.sharding, state)
         self._zeros = jax.jit(partial(jax.tree.map, jnp.zeros_like), out_shardings=placement.params)
         self._accumulate = jax.jit(
-            self._add_gradient, static_argnames="capacity", out_shardings=(placement.params, None), donate_argnums=0
+            self._add_gradient,
+            static_argnames="capacity",
+            out_shardings=(placement.params, placement.updates),
+            donate_argnums=0,
         )
-        self._apply = jax.jit(self._descend, out_shardings=(placement, None), donate_argnums=0)
+        self._apply = jax.jit(self._descend, out_shardings=(placement, placement.updates), donate_argnums=0)
 
     def _forward(self, params: Any, frozen: Any, batch: TrainBatch, capacity: int) -> tuple[Array, Array]:
         model: Qwen2 = nnx.merge(self._graphdef, params, frozen)
@@ -165,7 +169,8 @@ class Learner:
         return new, {"grad_norm": norm, "skipped": ~finite}
 
     def _place(self, batch: TrainBatch) -> TrainBatch:
-        return jax.device_put(batch, NamedSharding(self._mesh, spec("batch", "length")))
+        place = NamedSharding(self._mesh, spec("batch", "length"))  # a process puts its own devices' rows there
+        return jax.tree.map(lambda rows: jax.make_array_from_callback(rows.shape, place, rows.__getitem__), batch)
 
     def _capacity(self, batch: TrainBatch) -> int:
         """Room for the action tokens of any shard."""

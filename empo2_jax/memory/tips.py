@@ -32,7 +32,8 @@ Duplicates = Literal["renew", "drop"]
 
 _VECTORS, _ENTRIES = "tips.safetensors", "tips.jsonl"
 _TEXT_FIELDS = ("counter", "buffer", "content", "score", "episode", "step", "policy_version", "iteration")
-_STATISTICS = ("queries", "hits", "retrieved", "duplicates", "evictions")
+_RETRIEVALS = ("queries", "hits", "retrieved")
+_STATISTICS = (*_RETRIEVALS, "duplicates", "evictions")
 
 
 def buffer_key(task: Task, scope: Scope) -> str:
@@ -134,6 +135,16 @@ class TipMemory:
         self._statistics["hits"] += bool(chosen)
         self._statistics["retrieved"] += len(chosen)
         return chosen
+
+    @property
+    def retrievals(self) -> tuple[int, int, int]:
+        """Counted so far: queries, queries with a tip, tips retrieved."""
+        queries, hits, retrieved = (self._statistics[name] for name in _RETRIEVALS)
+        return queries, hits, retrieved
+
+    @retrievals.setter
+    def retrievals(self, counts: tuple[int, int, int]) -> None:
+        self._statistics.update(zip(_RETRIEVALS, counts, strict=True))
 
     def retrieve_many(self, requests: Sequence[tuple[str, str]]) -> list[list[Tip]]:
         """`retrieve` for pairs (buffer, key text), embedding all texts in one call."""

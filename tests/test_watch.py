@@ -1,0 +1,70 @@
+"""SIGTERM is heard and passed on; a process without progress ends itself and says where it was."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from empo2_jax.distributed import Gang
+from empo2_jax.interrupts import Stopped
+from empo2_jax.watch import EXIT_STUCK, POLL_S, Watch
+
+
+class Peers(Gang):
+    """Two processes of which the other may have been asked to stop."""
+
+    def __init__(self, stop: bool) -> None:
+        super().__init__(0, 2)
+        self.stop, self.told = stop, 0
+
+    def told_stop(self) -> bool:
+        return self.stop
+
+    def tell_stop(self) -> None:
+        self.told += 1
+
+
+def wait_for(watch: Watch) -> None:
+    deadline = time.monotonic() + 10
+    while not watch.asked:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_sigterm_stops_at_the_next_check_and_is_told_once() -> None:
+    before, peers = signal.getsignal(signal.SIGTERM), Peers(False)
+    with Watch(peers, 0.0) as watch:
+        watch.check("rollout")
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for(watch)
+        with pytest.raises(Stopped):
+            watch.check("rollout")
+        time.sleep(3 * POLL_S)
+    assert peers.told == 1
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_what_another_process_was_asked_is_heard() -> None:
+    with Watch(Peers(True), 0.0) as watch:
+        wait_for(watch)
+
+
+def test_no_progress_ends_the_process_with_stacks_and_progress_does_not() -> None:
+    source = (
+        "import time\n"
+        "from empo2_jax.distributed import Gang\n"
+        "from empo2_jax.watch import Watch\n"
+        "def stuck():\n    time.sleep(60)\n"
+        "with Watch(Gang(), 1.5) as watch:\n"
+        "    for _ in range(4):\n        time.sleep(0.75); watch.beat('update')\n"
+        "    print('alive', flush=True)\n"
+        "    stuck()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (EXIT_STUCK, "alive\n")
+    assert done.stderr.startswith("error: process 0 of 1: no progress for ")
+    assert "s in: update; ended\n" in done.stderr
+    assert "in stuck" in done.stderr
