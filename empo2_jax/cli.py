@@ -97,7 +97,7 @@ def build_parser() -> Parser:
     train.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, for a run of several processes")
     train.add_argument("--num-processes", type=int, metavar="N", help="of the run (default: Slurm, TPU or EMPO2_*)")
     train.add_argument("--process-id", type=int, metavar="N", help="of this one, from 0")
-    train.add_argument("--start-timeout", type=float, default=600, metavar="S", help="to wait for the others (600)")
+    train.add_argument("--start-timeout", type=float, default=600.0, metavar="S", help="to wait for the others (600)")
     train.add_argument(
         "--dry-run", action="store_true", help="print the resolved configuration and the plan; run nothing"
     )

@@ -65,6 +65,7 @@ class DoorsFamily:
     """The houses and all texts around an episode."""
 
     name = "doors"
+    max_score = 100.0
 
     def __init__(self, variations: int):
         self._variations = variations

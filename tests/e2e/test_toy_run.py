@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from empo2_jax import trainer
+from empo2_jax import assembly
 from empo2_jax.checkpoint import CheckpointStore
 from empo2_jax.cli import main
 from empo2_jax.metrics import read_jsonl, read_metrics, untimed
@@ -243,7 +243,7 @@ def test_a_run_that_diverges_ends_with_one_line_and_unharmed_weights(
         loss, sums = policy_loss(*batch, **settings)
         return loss * jnp.nan, sums
 
-    monkeypatch.setattr(trainer, "policy_loss", poisoned)
+    monkeypatch.setattr(assembly, "policy_loss", poisoned)
     assert main(train_arguments(tmp_path / "run", "--update.minibatch_steps", "12")) == 2
     (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert said.startswith("error: iteration 1, update 3: the loss or the gradient is not finite, 3 updates in a row; ")

@@ -50,7 +50,7 @@ def price_limit(identity: str, price: float) -> float | None:
     above = [limit for limit in _LIMITS if limit > price][:4]
     if len(above) < 2:
         return None
-    return above[int(generator(0, "webshop-limit", identity).choice(len(above), 2, replace=False).max())]
+    return above[int(np.max(generator(0, "webshop-limit", identity).choice(len(above), 2, replace=False)))]
 
 
 def human_records(number: int, instructions: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
