@@ -50,11 +50,20 @@ def lines(plan: Plan, config: Config) -> list[str]:
     ]
     if plan.devices > chip.island:
         text.insert(-2, f"  more than {chip.island} devices: the slower network between machines is not counted")
+    text[-2:-2] = [f"  {part}" for part in _uncounted(config)]
     if tuple(config.model.mesh) != plan.mesh:
         text.append(f"  set model.mesh = {list(plan.mesh)}")
     if (least := plan.length * plan.mesh[0] * plan.mesh[1]) > update.micro_batch_tokens:
         text.append(f"  set update.micro_batch_tokens = {least}")
     return text if plan.fits else [*text, *(f"  {hint}" for hint in _hints(plan, config))]
+
+
+def _uncounted(config: Config) -> Iterator[str]:
+    """What of a configuration the figures leave out."""
+    if config.memory.placement == "latest" and config.algorithm.p_memory > 0:
+        yield 'branches of memory.placement = "latest" are not counted'
+    if config.rollout.engine != "jax":
+        yield f'with rollout.engine = "{config.rollout.engine}" KV room and one copy of the weights lie elsewhere'
 
 
 def _hints(plan: Plan, config: Config) -> Iterator[str]:

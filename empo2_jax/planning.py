@@ -20,6 +20,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
 
+from empo2_jax.assembly import TIP_ROOM
 from empo2_jax.config import Config, LoraConfig
 from empo2_jax.errors import ConfigError
 from empo2_jax.hardware import Hardware, find_hardware
@@ -40,7 +41,6 @@ ALL_WEIGHTS = LoraConfig()
 SHARE = 0.4  # of the bf16 peak, recomputation not counted: what a well-tuned update reaches
 MOST_DEVICES = 1024  # tried when looking for a number that fits
 COPIES = 2  # of the f32 weights beside the learner's: the engine's and the start's; the start of adapters is their base
-_TIP_REQUEST = 256  # tokens of a slot beyond the episode and the tip
 _HEAD_CHUNK = 512  # tokens whose logits exist at a time
 _COMPILED_LAYERS = 3
 _DTYPES = {"token_ids": "i4", "segment_ids": "i4", "positions": "i4", "loss_mask": "?", "mode": "i1"}  # others: f4
@@ -262,7 +262,7 @@ def plan_on(config: Config, name: str, shape: Qwen2Config, chip: Hardware, mesh:
         compiled=False,
         offload=update.offload_moments,
         kv_token=2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * width / math.prod(mesh),
-        kv_tokens=rollout.slots * (rollout.max_length + config.memory.tip_max_tokens + _TIP_REQUEST),
+        kv_tokens=rollout.slots * (rollout.max_length + config.memory.tip_max_tokens + TIP_ROOM),
         episodes=episodes,
         updates=updates * update.epochs,
         micro_batches=micro,

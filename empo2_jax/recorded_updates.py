@@ -35,8 +35,11 @@ class UpdateRecorder:
         self._iteration, self._updates = 0, list[RecordedUpdate]()
 
     def begin(self, iteration: int) -> None:
-        """A new iteration."""
+        """A new iteration; files of it and of later ones are of a run that went back."""
         self._iteration, self._updates = iteration, []
+        for path in self._folder.glob("*.npz") if self._writes else ():
+            if int(path.stem.removesuffix("-skipped")) >= iteration:
+                path.unlink()
 
     def add(self, batches: Sequence[TrainBatch], sums: Mapping[str, np.ndarray]) -> None:
         """One more update; the file is written at once if it was skipped. Raises `DataError` when it cannot be."""
@@ -47,6 +50,8 @@ class UpdateRecorder:
 
     def end(self) -> None:
         """Write the iteration if wanted and drop what is beyond the number kept."""
+        if self._writes and any(update.sums["skipped"] for update in self._updates):
+            write_updates(self._folder / f"{self._iteration}-skipped.npz", self._updates)  # with those after it
         if not self._writes or not self._keep:
             return
         write_updates(self._folder / f"{self._iteration}.npz", self._updates)

@@ -1,5 +1,6 @@
 """A run opened again: its policy is evaluated, adapted by memory or exported, its tips listed. Nothing is trained."""
 
+import math
 from collections.abc import Generator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -55,8 +56,10 @@ def _restored(run_dir: Path, step: int | None) -> tuple[assembly.Policy, Any, An
     """The policy at the start of the run; trained and frozen parameters of a checkpoint; its step."""
     config = run_config(run_dir)
     store, chosen = checkpoint_folder(run_dir, step)
-    start = run_dir / "start"
-    policy = assembly.load_policy(config.model, start if config.warmstart.updates else None)
+    start, model = run_dir / "start", config.model
+    if math.prod(model.mesh) > jax.device_count():  # a checkpoint goes to any mesh
+        model = model.model_copy(update={"mesh": (1, 1, 1)})
+    policy = assembly.load_policy(model, start if config.warmstart.updates else None)
     parts = assembly.learner_parts(config, policy)
     wanted = LearnerState(parts.trainable, None, jnp.int32(0))  # None has no leaves: the moments are not read
     state, _, cursor = store.restore(chosen, wanted, partial=True)
@@ -116,6 +119,8 @@ def adapt_run(
         step: Checkpoint; None for the newest good one.
     """
     config = run_config(run_dir)
+    if config.evaluation.panel and (split or tasks):
+        raise ConfigError(f"the panel {config.evaluation.panel} fixes split and tasks: leave out --split and --tasks")
     changes: dict[str, Any] = {"evaluation": config.evaluation.model_copy(update={"split": split})} if split else {}
     if tasks:
         changes["env"] = config.env.model_copy(update={"tasks": tuple(tasks)})

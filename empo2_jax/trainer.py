@@ -102,12 +102,15 @@ class Trainer:
         self.novelty = assembly.make_novelty(config.intrinsic, config.memory, embedder)
         self.engine = WatchedEngine(assembly.make_engine(config, self.policy), self.watch)
         stack.callback(self.engine.close)
-        self.collector = assembly.make_collector(config, self.policy, self.engine, self.family)
+        self.collector = self.gang.agree(
+            lambda: assembly.make_collector(config, self.policy, self.engine, self.family), "collector"
+        )
         stack.callback(self.collector.close)
         self.writer = assembly.make_writer(config, self.policy, self.family) if config.algorithm.p_memory > 0 else None
         self.parts = assembly.learner_parts(config, self.policy)
         self.learner = assembly.make_learner(config, self.policy, self.parts)
-        self.reference = _copy(self.parts.trainable) if config.algorithm.kl_coefficient > 0 else None
+        anchored = config.algorithm.kl_coefficient > 0
+        self.reference = jax.tree.map(lambda leaf: leaf.copy(), self.parts.trainable) if anchored else None
         # The learner takes these arrays over (and donates them); the engine is given a copy in `restore`.
         self.state: LearnerState = self.learner.init(self.parts.trainable)
         self.store = CheckpointStore(config.run_dir, config.checkpoint.keep)
@@ -283,6 +286,7 @@ class Trainer:
         }
         if not fitting:
             return metrics | {"actor/updates": 0.0, "actor/skipped_updates": 0.0}
+        self.watch.beat("ledgers")
         score = partial(scorer, self.learner, buckets=update.buckets, micro_batch_tokens=update.micro_batch_tokens)
         filled, gaps = fill(
             fitting,
@@ -394,7 +398,3 @@ def draw_tasks(tasks: Sequence[Task], count: int, seed: int, iteration: int) -> 
         order = generator(seed, "tasks", iteration, len(drawn)).permutation(len(tasks))
         drawn += [tasks[index] for index in order[: count - len(drawn)]]
     return drawn
-
-
-def _copy(params: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf.copy(), params)
