@@ -22,7 +22,7 @@ TARGETS: tuple[Target, ...] = get_args(Target)
 class Section(BaseModel):
     """Base of all sections: frozen, no unknown keys, no implicit conversions of text to numbers."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=(), allow_inf_nan=False)
 
 
 class RunConfig(Section):
@@ -200,8 +200,8 @@ class UpdateConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "UpdateConfig":
-        if list(self.buckets) != sorted(set(self.buckets)) or len(self.buckets) > 4:
-            raise ValueError(f"update.buckets = {list(self.buckets)}: at most 4 increasing lengths are allowed")
+        if list(self.buckets) != sorted(set(self.buckets)) or not 1 <= len(self.buckets) <= 4:
+            raise ValueError(f"update.buckets = {list(self.buckets)}: 1 to 4 increasing lengths are allowed")
         if self.micro_batch_tokens < self.buckets[-1]:
             raise ValueError(
                 f"update.micro_batch_tokens = {self.micro_batch_tokens} is below the largest bucket {self.buckets[-1]}"
@@ -213,11 +213,18 @@ class LoraConfig(Section):
     """Low-rank adapters: updates train them alone and the start's weights stay. A warm start trains all weights."""
 
     enabled: bool = Field(False, description="train adapters instead of all weights")
-    rank: Positive = Field(16, description="r: columns of an adapter's two matrices")
+    rank: int = Field(16, ge=1, le=1024, description="r: columns of an adapter's two matrices")
     alpha: float = Field(32.0, gt=0, description="an adapter's output is scaled by alpha / rank")
     targets: tuple[Target, ...] = Field(
         TARGETS, strict=False, min_length=1, description="linear layers with an adapter"
     )
+
+    @field_validator("targets")
+    @classmethod
+    def _distinct(cls, targets: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(targets)) < len(targets):
+            raise ValueError("a layer occurs twice; each once is allowed")
+        return targets
 
     @property
     def scale(self) -> float:
@@ -351,7 +358,8 @@ def _explain(source: str, error: ValidationError) -> str:
             f"{source}: unknown key `{key}`; the nearest known key is `{'.'.join([*map(str, location[:-1]), *near])}`"
         )
     message = first["msg"].removeprefix("Value error, ")
-    return f"{source}: {key} = {first['input']!r}: {message}" if key else f"{source}: {message}"
+    one_value = key and not isinstance(first["input"], dict)  # a check of a whole section names its keys itself
+    return f"{source}: {key} = {first['input']!r}: {message}" if one_value else f"{source}: {message}"
 
 
 def parse_config(values: dict[str, Any], source: str = "configuration") -> Config:

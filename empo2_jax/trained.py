@@ -188,6 +188,8 @@ def export_run(run_dir: Path, folder: Path, step: int | None = None) -> int:
 def tips_of_run(run_dir: Path, buffer: str = "", step: int | None = None) -> Sequence[dict[str, Any]]:
     """Tips of a checkpoint, best score first, those of buffers whose name contains `buffer`."""
     store, chosen = checkpoint_folder(run_dir, step)
+    if chosen not in store.steps():
+        raise CheckpointError(f"{run_dir}: no such checkpoint: {chosen}; there are {store.steps()}")
     problem = store.problem(chosen)
     if problem is not None:
         raise CheckpointError(f"{run_dir}: checkpoint {chosen} is corrupt: {problem}")

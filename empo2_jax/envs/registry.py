@@ -30,4 +30,6 @@ def make_family(config: EnvConfig, *, panel: int = 20, workers: int = 1) -> Envi
             ) from None
         there = ", ".join(BUILT_IN)
         raise ConfigError(f"env.name = {config.name!r}: no such environment; {there} are there") from None
+    if "from_config" not in vars(module):
+        raise ConfigError(f"env.name = {config.name!r}: the module has no from_config; see docs/extending.md")
     return module.from_config(config, panel=panel, workers=workers)
