@@ -76,7 +76,7 @@ def test_arguments_and_temporaries_against_the_compiled_update(run_on_devices: C
         assert batch == found["batch"] - 4 * 128, "without a reference, its log-probs are placed and not passed"
         assert batch + found["applying"] - found["weights"] == pytest.approx(arguments, rel=1e-3)
         assert 0 <= found["applying"] - 2 * found["weights"] - found["moments"] <= 16, "three scalars"
-        assert found["compiler"] <= found["temporaries"] <= 2 * found["compiler"]
+        assert found["compiler"] <= found["temporaries"] <= 2.25 * found["compiler"]
         assert found["applying_compiler"] <= 1.5 * found["weights"]
         assert found["shortened"] == pytest.approx(found["compiler"], rel=0.02)
 
@@ -91,7 +91,7 @@ def test_an_adapters_arguments_and_temporaries_against_the_compiled_update(
     batch = found["adding"] - found["weights"] - found["trained"]
     assert batch == found["batch"] - 4 * 128, "without a reference, its log-probs are placed and not passed"
     assert 0 <= found["applying"] - 2 * found["trained"] - found["moments"] <= 16, "three scalars"
-    assert found["compiler"] <= found["temporaries"] <= 2 * found["compiler"]
+    assert found["compiler"] <= found["temporaries"] <= 2.25 * found["compiler"]
     assert found["applying_compiler"] <= 1.5 * found["trained"]
     assert found["shortened"] == pytest.approx(found["compiler"], rel=0.02)
 
