@@ -72,6 +72,8 @@ def family(request):
     try:
         family = request.param()
     except EnvError as error:
+        if "textworld" not in str(error):  # the one world outside the default extras
+            raise
         pytest.skip(str(error))
     yield family
     family.close()
