@@ -92,7 +92,7 @@ class VersionStore:
             self._lock.close()
 
     def begin(self, draft: Path, version: int) -> None:
-        """Make an empty draft.
+        """Make an empty draft; what TensorStore's threads made of a failed one since its removal goes.
 
         Raises:
             SyncError: a version of this or a higher number is there.
@@ -101,6 +101,9 @@ class VersionStore:
         if (numbers := versions(self.root)) and version <= numbers[-1]:
             raise SyncError(f"{self.root}: version {version} after {numbers[-1]}; published versions never go back")
         draft.mkdir(exist_ok=True)
+        if self._process == 0:
+            for late in set(self.root.glob(".draft-*")) - {draft}:
+                shutil.rmtree(late, ignore_errors=True)
 
     def discard(self, draft: Path, reason: str) -> None:
         """Give a draft up: the first process removes it, another one tells the first process why."""
