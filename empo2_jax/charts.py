@@ -13,13 +13,17 @@ DASHES = ("", "7 3", "2 3", "9 3 2 3")
 Points = Sequence[tuple[float, float]]
 
 
-def line_chart(title: str, series: Mapping[str, Points], x_label: str = "iteration") -> str:
+Bands = Mapping[str, Sequence[tuple[float, float, float]]]  # (x, low, high) by label
+
+
+def line_chart(title: str, series: Mapping[str, Points], x_label: str = "iteration", bands: Bands | None = None) -> str:
     """An SVG with one line per series and a legend; points that are not finite are left out.
 
     Args:
         title: Accessible name of the picture.
         series: Points (x, y) by label, in the order of drawing.
         x_label: Label of the horizontal axis.
+        bands: Intervals around some of the series, drawn behind the lines; those that are not finite are left out.
 
     Returns:
         Markup, every text escaped; "" when there is no finite point.
@@ -28,7 +32,11 @@ def line_chart(title: str, series: Mapping[str, Points], x_label: str = "iterati
     finite = {label: points for label, points in finite.items() if points}
     if not finite:
         return ""
-    every = [point for points in finite.values() for point in points]
+    around = {
+        label: [band for band in (bands or {}).get(label, ()) if all(map(math.isfinite, band))] for label in finite
+    }
+    edges = [(x, y) for band in around.values() for x, *ends in band for y in ends]
+    every = [*(point for points in finite.values() for point in points), *edges]
     xs = _span([x for x, _ in every])
     counted = all(float(x).is_integer() for x, _ in every)  # iterations: no tick between them
     x_ticks = [x for x in ticks(*xs) if xs[0] <= x <= xs[1] and (float(x).is_integer() or not counted)]
@@ -40,8 +48,51 @@ def line_chart(title: str, series: Mapping[str, Points], x_label: str = "iterati
         f"<title>{name}</title>",
         *_grid(xs, ys, x_ticks, y_ticks, escape(x_label)),
     ]
+    tints = {label: COLORS[number % len(COLORS)] for number, label in enumerate(series)}  # the same in every picture
+    for label, band in around.items():
+        if len(band) > 1:
+            there, back = ([(x, high) for x, _, high in band], [(x, low) for x, low, _ in reversed(band)])
+            corners = " ".join(f"{_place_x(x, xs):.1f},{_place_y(y, ys):.1f}" for x, y in there + back)
+            parts.append(f'<polygon points="{corners}" fill="{tints[label]}" fill-opacity="0.12"/>')
     for number, (label, points) in enumerate(finite.items()):
-        parts += _line(number, label, [(_place_x(x, xs), _place_y(y, ys)) for x, y in points])
+        parts += _line(number, tints[label], label, [(_place_x(x, xs), _place_y(y, ys)) for x, y in points])
+    return "".join([*parts, "</svg>"])
+
+
+def interval_chart(title: str, intervals: Mapping[str, tuple[float, float, float]], zero: bool = False) -> str:
+    """An SVG with one row per label: a dot at the value, a bar from the low to the high end where they are finite.
+
+    Args:
+        title: Accessible name of the picture.
+        intervals: (value, low, high) by label, from top to bottom.
+        zero: Whether the axis includes 0, with a line there.
+
+    Returns:
+        Markup, every text escaped; "" without any interval.
+    """
+    if not intervals:
+        return ""
+    ends = [x for row in intervals.values() for x in row if math.isfinite(x)] + ([0.0] if zero else [])
+    at = ticks(*_span(ends))
+    span, left, height = (at[0], at[-1]), 190, 26 * len(intervals)
+
+    def place(x: float) -> float:
+        return left + (x - span[0]) / (span[1] - span[0]) * (WIDTH - left - RIGHT)
+
+    name = escape(title, quote=True)
+    parts = [f'<svg viewBox="0 0 {WIDTH} {height + 34}" role="img" aria-label="{name}"><title>{name}</title>']
+    for x in at:
+        parts.append(f'<line class="grid" x1="{place(x):.1f}" x2="{place(x):.1f}" y1="4" y2="{height + 8}"/>')
+        parts.append(f'<text x="{place(x):.1f}" y="{height + 26}" text-anchor="middle">{number_text(x)}</text>')
+    if zero:
+        parts.append(f'<line x1="{place(0.0):.1f}" x2="{place(0.0):.1f}" y1="4" y2="{height + 8}" stroke="#333333"/>')
+    for number, (label, (value, low, high)) in enumerate(intervals.items()):
+        y, color = 26 * number + 18, COLORS[0]
+        parts.append(f'<text x="{left - 10}" y="{y + 4}" text-anchor="end">{escape(label)}</text>')
+        if math.isfinite(low) and math.isfinite(high):
+            line = f'<line x1="{place(low):.1f}" x2="{place(high):.1f}" y1="{y}" y2="{y}" stroke="{color}"'
+            parts.append(f'{line} stroke-width="3"/>')
+        parts.append(f'<circle cx="{place(value):.1f}" cy="{y}" r="4.5" fill="{color}"/>')
     return "".join([*parts, "</svg>"])
 
 
@@ -93,8 +144,8 @@ def _grid(
     return parts
 
 
-def _line(number: int, label: str, places: Points) -> list[str]:
-    color, dash = COLORS[number % len(COLORS)], DASHES[number // 2 % len(DASHES)]
+def _line(number: int, color: str, label: str, places: Points) -> list[str]:
+    dash = DASHES[number // 2 % len(DASHES)]
     stroke = f'stroke="{color}"' + (f' stroke-dasharray="{dash}"' if dash else "")
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     marks = (

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.table import Table
 
-from empo2_jax import cli_envs, shop
+from empo2_jax import cli_envs, cli_studies, shop
 from empo2_jax.assets import cache_folder
 from empo2_jax.config_file import dump_toml, load_config
 from empo2_jax.config_options import config_of, config_options
@@ -151,14 +151,7 @@ def build_parser() -> Parser:
     to_hf.add_argument("--adapter", action="store_true", help="the LoRA adapter alone, for PEFT (default: merged)")
     _command(convert, "smollm2", _smollm2, "download SmolLM2-135M-Instruct and convert it into the cache")
 
-    report = _command(commands, "report", _report, "write report.html from the files of a run")
-    report.add_argument("run", type=Path, metavar="RUN", help="run directory")
-    study = _command(commands, "study", _study, "run a grid of arms and seeds and compare them")
-    study.add_argument("study", type=Path, metavar="STUDY", help="TOML file with base, seeds, reference and arms")
-    study.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the runs and results.json go")
-    study.add_argument("--seeds", type=int, metavar="N", help="first N seeds (default: as in the file)")
-    study.add_argument("--jobs", type=int, default=2, metavar="N", help="runs at the same time (default: 2)")
-    study.add_argument("--arms", default="", metavar="A,B", help="only these arms (default: all)")
+    cli_studies.add_commands(commands, _command)
     bench = _command(commands, "bench", _bench, "speed, memory and exactness against peers, on two pinned cores")
     bench.add_argument("--quick", action="store_true", help="small shapes, at most 6 minutes")
     bench.add_argument("--suite", default="", metavar="A,B", help="only these suites (default: all)")
@@ -322,20 +315,6 @@ def _smollm2(options: argparse.Namespace) -> int:
 
     print(smollm2())
     return 0
-
-
-def _report(options: argparse.Namespace) -> int:
-    from empo2_jax.report import write_report
-
-    print(write_report(options.run))
-    return 0
-
-
-def _study(options: argparse.Namespace) -> int:
-    from empo2_jax.study import run_study
-
-    arms = tuple(filter(None, options.arms.split(",")))
-    return 0 if run_study(options.study, options.out, options.seeds, options.jobs, arms) else 1
 
 
 def _bench(options: argparse.Namespace) -> int:

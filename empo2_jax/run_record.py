@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import shlex
+import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from empo2_jax.config import Config
-from empo2_jax.errors import CheckpointError
+from empo2_jax.errors import CheckpointError, DataError
 from empo2_jax.metrics import write_atomically
 
 CONFIG_FILE, FACTS_FILE = "config.toml", "run.json"
@@ -28,12 +29,26 @@ MAY_DIFFER = (  # keys that a resumed run may change: they do not reach the numb
 )  # fmt: skip
 
 
+def source_commit() -> str:
+    """Commit of the checkout that this package runs from, with `-dirty` where it was changed; "" outside of one."""
+    root = Path(__file__).parents[1]
+    if not (root / ".git").exists():
+        return ""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""  # no git here
+    return done.stdout.strip()
+
+
 def record_command(run_dir: Path, arguments: Sequence[str]) -> None:
-    """Write `run.json`, the facts at the head of the report: command line, start time, versions."""
+    """Write `run.json`, the facts at the head of the report: command line, start time, versions, commit."""
     facts = {
         "command": shlex.join(arguments),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "empo2_jax": version("empo2_jax"),
+        "commit": source_commit(),
         "jax": version("jax"),
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
@@ -41,9 +56,23 @@ def record_command(run_dir: Path, arguments: Sequence[str]) -> None:
     write_atomically(run_dir / FACTS_FILE, json.dumps(facts, ensure_ascii=False, indent=1) + "\n")
 
 
+def read_facts(run_dir: Path) -> dict[str, Any]:
+    """`run.json`, {} where there is none; raises `DataError` if it is not a JSON object."""
+    path = run_dir / FACTS_FILE
+    if not path.is_file():
+        return {}
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON: {error}") from None
+    if not isinstance(facts, dict):
+        raise DataError(f"{path}: not a JSON object")
+    return facts
+
+
 def check_same_run(saved: Config, new: Config) -> None:
     """Raise `CheckpointError` naming the first three keys that differ, except those of `MAY_DIFFER`."""
-    before, now = _flat(saved), _flat(new)
+    before, now = identity(saved), identity(new)
     differ = [f"{key} = {value!r}, now it is {now[key]!r}" for key, value in before.items() if now[key] != value]
     if differ:
         more = f"; and {len(differ) - 3} more" if len(differ) > 3 else ""
@@ -53,6 +82,7 @@ def check_same_run(saved: Config, new: Config) -> None:
         )
 
 
-def _flat(config: Config) -> dict[str, Any]:
+def identity(config: Config) -> dict[str, Any]:
+    """`section.key` to value of what reaches the numbers of a run: two runs with the same are the same experiment."""
     pairs = ((f"{name}.{key}", value) for name, section in config for key, value in section)
     return {key: value for key, value in pairs if not key.startswith(MAY_DIFFER)}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from empo2_jax.charts import line_chart, ticks
+from empo2_jax.charts import COLORS, interval_chart, line_chart, ticks
 
 
 @pytest.mark.parametrize(
@@ -20,3 +20,28 @@ def test_tiny_ticks_are_distinct_and_enclose_the_values() -> None:
 def test_iterations_have_no_ticks_between_them() -> None:
     assert ">1.5<" not in line_chart("score", {"a": [(1.0, 0.0), (2.0, 4.0), (3.0, 8.0)]}, "iteration")
     assert ">1.5<" in line_chart("score", {"a": [(1.0, 0.0), (2.2, 4.0), (3.0, 8.0)]}, "minutes")
+
+
+def test_a_line_keeps_its_color_where_another_has_no_points() -> None:
+    points = [(1.0, 0.0), (2.0, 4.0)]
+    assert COLORS[1] in line_chart("score", {"a": [], "b": points})
+    assert COLORS[0] not in line_chart("score", {"a": [], "b": points})
+
+
+def test_bands_enclose_their_line_and_infinite_ones_are_left_out() -> None:
+    line = {"a": [(0.0, 1.0), (1.0, 2.0)]}
+    markup = line_chart("score", line, bands={"a": [(0.0, 0.0, 2.0), (1.0, 1.0, 4.0)]})
+    # The axis goes from 0 to 4: the last high end is at its top, the first low end at its bottom.
+    assert '<polygon points="62.0,137.0 626.0,14.0 626.0,198.5 62.0,260.0"' in markup
+    infinite = line_chart("score", line, bands={"a": [(0.0, -float("inf"), 2.0), (1.0, 1.0, float("nan"))]})
+    assert infinite == line_chart("score", line)
+
+
+def test_intervals_are_drawn_where_they_are_finite() -> None:
+    rows = {"<a>": (5.0, 0.0, 10.0), "b": (5.0, -float("inf"), float("inf"))}
+    markup = interval_chart("scores", rows)
+    assert '<line x1="190.0" x2="626.0" y1="18" y2="18"' in markup and markup.count('stroke-width="3"') == 1
+    assert markup.count("<circle") == 2 and "&lt;a&gt;" in markup
+    assert ">0</text>" not in interval_chart("scores", {"a": (5.0, 4.0, 6.0)})
+    assert ">0</text>" in interval_chart("scores", {"a": (5.0, 4.0, 6.0)}, zero=True)
+    assert interval_chart("scores", {}) == ""

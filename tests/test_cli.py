@@ -129,9 +129,9 @@ def test_report_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_interrupt_is_one_line_and_exit_code_130() -> None:
     script = (
-        "import sys, time; from empo2_jax import cli\n"
+        "import sys, time; from empo2_jax import cli, cli_studies\n"
         "def wait(options): print('started', flush=True); time.sleep(60); return 0\n"
-        "cli._report = wait; sys.exit(cli.main(['report', 'some run']))"
+        "cli_studies._report = wait; sys.exit(cli.main(['report', 'some run']))"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", script],

@@ -12,7 +12,7 @@ from empo2_jax.errors import ConfigError
 from empo2_jax.evaluation import evaluate, panel_tasks
 from empo2_jax.panels import load_panel
 from empo2_jax.rollout.replay import ReplayEngine
-from empo2_jax.study import load_study
+from empo2_jax.study.base import load_study
 from tests.fixtures.worlds import babble, make_collector, word_chat
 
 ROOT = Path(__file__).parents[1]
@@ -124,7 +124,7 @@ def test_the_docs_have_the_real_numbers_of_test_variations() -> None:
 
 def test_studies_and_evaluations_of_a_run_use_panels(folder: Path) -> None:
     (folder / "study.toml").write_text('base = "run.toml"\nseeds = 1\nreference = "a"\n[arms.a]\n')
-    assert load_study(folder / "study.toml").base == folder / "run.toml"
+    assert load_study(folder / "study.toml").arms["a"].base == folder / "run.toml"
     (folder / "study.toml").write_text(
         'base = "run.toml"\nseeds = 1\nreference = "a"\n[arms.a]\nevaluation.repeats = 1\n'
     )

@@ -1,0 +1,1 @@
+"""Studies: grids of arms × seeds, their statistics, their results file and their page."""

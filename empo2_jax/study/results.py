@@ -1,0 +1,171 @@
+"""The results file of a study: numbers of every run with the commit and configuration behind them, and its check.
+
+Committed results are such a file. `differences` says where fresh results do not reproduce committed ones.
+"""
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from empo2_jax.errors import DataError
+from empo2_jax.metrics import Record, write_atomically
+from empo2_jax.run_record import identity
+from empo2_jax.study.base import Arm, Cell, Study
+from empo2_jax.study.statistics import Estimate, bootstrap, by_stratum, interquartile_mean, paired_interval
+
+FORMAT = 1
+RESULTS_FILE = "results.json"
+LEAST_SEEDS = 3  # of a check: fewer have no interval worth the name
+_SLACK = 1e-6  # points; sums in another order
+
+
+@dataclass(frozen=True)
+class Results:
+    """All that is known of a study."""
+
+    study: str
+    tested: str
+    reference: str
+    command: str
+    facts: dict[str, str]  # when, where, with which versions
+    arms: dict[str, Record]  # name to base, overrides and config (section.key to value, without the seed)
+    rows: list[Record]  # as `runs.row_of` made them, with arm and seed
+    failed: list[str]  # runs without a row, and why
+
+    def of(self, arm: str) -> list[Record]:
+        """Rows of an arm by seed."""
+        return sorted((row for row in self.rows if row["arm"] == arm), key=lambda row: row["seed"])
+
+    @property
+    def names(self) -> list[str]:
+        """Arms with rows, in the order of the study."""
+        return [name for name in self.arms if self.of(name)]
+
+    @property
+    def commits(self) -> list[str]:
+        """Of the rows, in the order of their first run; one, where nothing was changed in between."""
+        return list(dict.fromkeys(row["commit"] or "unknown" for row in self.rows))
+
+    def score(self, arm: str) -> Estimate:
+        """Interquartile mean of an arm's scores over seeds and tasks."""
+        return bootstrap(by_stratum([row["tasks"] for row in self.of(arm)]))
+
+    def difference(self, arm: str) -> Estimate | None:
+        """Score of the tested arm less that of `arm`, over the seeds that both have; None without any."""
+        first, second = ({row["seed"]: row["score"] for row in self.of(name)} for name in (self.tested, arm))
+        seeds = sorted(first.keys() & second.keys())
+        return paired_interval([first[s] for s in seeds], [second[s] for s in seeds]) if seeds else None
+
+    @property
+    def better(self) -> bool:
+        """Whether the interval of the tested arm's difference from the reference lies above 0."""
+        difference = self.difference(self.reference)
+        return self.tested != self.reference and difference is not None and difference.low > 0
+
+
+def collect(
+    study: Study, cells: Sequence[Cell], rows: Sequence[Record], failed: Sequence[str], command: str
+) -> Results:
+    """Results from the rows of finished runs."""
+    facts = {
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("empo2_jax", "jax", "numpy")},
+    }
+    arms = {name: _arm_record(arm) for name, arm in study.arms.items() if any(cell.arm == arm for cell in cells)}
+    return Results(study.name, study.tested, study.reference, command, facts, arms, list(rows), list(failed))
+
+
+def _arm_record(arm: Arm) -> Record:
+    config = {key: value for key, value in identity(arm.config(0)).items() if key != "run.seed"}
+    config["evaluation.panel"] = Path(config["evaluation.panel"]).name  # its path is of this machine
+    return {"base": str(arm.base), "overrides": list(arm.overrides), "config": json.loads(json.dumps(config))}
+
+
+def write_results(path: Path, results: Results) -> None:
+    """Write a results file, one run a line."""
+    head = {key: value for key, value in vars(results).items() if key not in ("rows", "arms")}
+    text = json.dumps({"format": FORMAT, **head}, ensure_ascii=False, indent=1)[:-2]
+    arms = ",\n".join(f"  {json.dumps(name)}: {_line(arm)}" for name, arm in results.arms.items())
+    rows = ",\n".join(f"  {_line(row)}" for row in results.rows)
+    write_atomically(path, f'{text},\n "arms": {{\n{arms}\n }},\n "rows": [\n{rows}\n ]\n}}\n')
+
+
+def _line(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def read_results(path: Path) -> Results:
+    """Read a results file; raises `DataError` if it is none, or of another format."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON: {error}") from None
+    if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
+        raise DataError(f"{path}: not the results of a study in format {FORMAT}")
+    try:
+        results = Results(**values)
+        complete = all(row["arm"] in results.arms and row["tasks"] and "seed" in row for row in results.rows)
+    except (TypeError, KeyError) as error:
+        raise DataError(f"{path}: not the results of a study: {error}") from None
+    if not complete:
+        raise DataError(f"{path}: a row has no known arm, or no task")
+    return results
+
+
+def differences(committed: Results, fresh: Results) -> list[str]:
+    """Where fresh results do not reproduce committed ones, one cell a line; [] if they do.
+
+    A cell is an arm and a quantity (score, success, points of the last adaptation trial): its interquartile mean over
+    the seeds that were run must lie within the interval of the committed runs with the same seeds.
+    """
+    found = [f"not run: {reason}" for reason in fresh.failed]
+    for arm, record in fresh.arms.items():
+        if arm not in committed.arms:
+            found.append(f"{arm}: no such arm in the committed results")
+            continue
+        old = committed.arms[arm]["config"]
+        changed = [
+            f"{key} was {old[key]!r}, is {now!r}" for key, now in record["config"].items() if old.get(key, now) != now
+        ]
+        if changed:
+            found.append(f"{arm}: another configuration: {'; '.join(changed[:3])}")
+        found += _arm_differences(arm, committed.of(arm), fresh.of(arm))
+    return found
+
+
+def _arm_differences(arm: str, committed: Sequence[Record], fresh: Sequence[Record]) -> list[str]:
+    seeds = {row["seed"] for row in fresh}
+    same = [row for row in committed if row["seed"] in seeds]
+    if len(same) < len(seeds):
+        missing = sorted(seeds - {row["seed"] for row in same})
+        return [f"{arm}: the committed results lack seed {missing[0]}"]
+    if not same:
+        return []
+    if any(row["tasks"].keys() != same[0]["tasks"].keys() for row in (*same, *fresh)):
+        return [f"{arm}: another panel: {', '.join(sorted(fresh[0]['tasks']))}"]
+    found = []
+    for quantity, now in _quantities(fresh).items():
+        before = _quantities(same).get(quantity)
+        if before is None:
+            continue  # the committed study did not ask for it
+        known, value = bootstrap(before), interquartile_mean(now)
+        if not known.low - _SLACK <= value <= known.high + _SLACK:
+            found.append(f"{arm}, {quantity}: {value:.2f} is outside of {known.low:.2f} to {known.high:.2f}")
+    return found
+
+
+def _quantities(rows: Sequence[Record]) -> dict[str, list[list[float]]]:
+    quantities = {"score": by_stratum([row["tasks"] for row in rows]), "success": [[row["success"] for row in rows]]}
+    if all("adaptation" in row for row in rows):
+        quantities["adaptation"] = [[row["adaptation"]["best"][-1] for row in rows]]
+    return quantities

@@ -1,0 +1,156 @@
+"""`empo2 study`: what is missing is run, each run in its own process; one row per finished run; then tables and page.
+
+Rows are kept in `rows.jsonl`; a study that was stopped, or whose runs failed, goes on where it was. A run that fails
+is named and the others go on.
+"""
+
+import shlex
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+from rich.console import Console
+
+from empo2_jax.errors import ConfigError, DataError
+from empo2_jax.metrics import JsonLines, Record, read_jsonl
+from empo2_jax.study.base import Cell, Study, cells_of, load_study
+from empo2_jax.study.page import PAGE_FILE, write_page
+from empo2_jax.study.results import (
+    LEAST_SEEDS,
+    RESULTS_FILE,
+    Results,
+    collect,
+    differences,
+    read_results,
+    write_results,
+)
+from empo2_jax.study.runs import claim, run_cell, train_command
+from empo2_jax.study.tables import print_results
+
+ROWS_FILE = "rows.jsonl"
+
+
+def run_studies(
+    paths: Sequence[Path],
+    out: Path,
+    *,
+    seeds: int | None = None,
+    jobs: int = 2,
+    arms: tuple[str, ...] = (),
+    check: Path | None = None,
+    command: Sequence[str] = (),
+) -> bool:
+    """Run what is missing of every study into `out/<study>`, print the tables, write results and page.
+
+    Args:
+        paths: Study files.
+        out: Folder of the studies.
+        seeds: The first so many; None as in the files.
+        jobs: Runs at the same time.
+        arms: Only these; none: all.
+        check: Committed results that the (only) study has to reproduce.
+        command: The command line, for the results.
+
+    Returns:
+        With `check`, whether they are reproduced; else whether in every study the interval of the first arm's paired
+        difference from the reference lies above 0.
+
+    Raises:
+        ConfigError: an argument that cannot work; nothing was run.
+        DataError: some runs failed; everything else was run and written.
+    """
+    if jobs < 1:
+        raise ConfigError(f"--jobs {jobs}: at least 1 is allowed")
+    if check and len(paths) > 1:
+        raise ConfigError(f"--check {check}: one study is allowed, not {len(paths)}")
+    studies = [load_study(path) for path in paths]
+    grids = [cells_of(study, seeds, arms) for study in studies]
+    committed = read_results(check) if check else None
+    if committed and (count := len({cell.seed for cell in grids[0]})) < LEAST_SEEDS:
+        raise ConfigError(f"--check needs at least {LEAST_SEEDS} seeds, not {count}: fewer have no interval")
+    good, failed = True, []
+    for study, cells in zip(studies, grids, strict=True):
+        results = _run(study, cells, out / study.name, jobs, shlex.join(command))
+        print_results(results)
+        good &= results.better if committed is None else _reproduced(committed, results)
+        failed += [f"study {study.name}: {reason}" for reason in results.failed]
+    if failed:
+        more = f"; and {len(failed) - 3} more" if len(failed) > 3 else ""
+        raise DataError(f"{'; '.join(failed[:3])}{more}; the same command runs what is missing")
+    return good
+
+
+def plan_lines(paths: Sequence[Path], out: Path, seeds: int | None, arms: tuple[str, ...]) -> list[str]:
+    """What `run_studies` would run, without touching `out`."""
+    lines = []
+    for path in paths:
+        study = load_study(path)
+        cells = cells_of(study, seeds, arms)
+        done = _finished(cells, out / study.name / ROWS_FILE)
+        lines.append(f"study {study.name}: {len(cells)} runs, {len(done)} finished; {study.tested} − {study.reference}")
+        for cell in cells:
+            state = "finished" if (cell.arm.name, cell.seed) in done else "to run"
+            folder = _folder(out / study.name, cell)
+            adapt = f"; then empo2 adapt {folder} --trials {cell.trials}" if cell.trials else ""
+            lines.append(f"  {state}: empo2 {shlex.join(train_command(cell, folder))}{adapt}")
+    return lines
+
+
+def _run(study: Study, cells: Sequence[Cell], out: Path, jobs: int, command: str) -> Results:
+    claim(out)
+    log = JsonLines(out / ROWS_FILE)
+    rows = _finished(cells, out / ROWS_FILE)
+    missing = [cell for cell in cells if (cell.arm.name, cell.seed) not in rows]
+    failed: list[str] = []
+    console = Console()
+    threads = ThreadPoolExecutor(max_workers=jobs)
+    try:
+        futures = {threads.submit(run_cell, cell, _folder(out, cell)): cell for cell in missing}
+        for future in as_completed(futures):
+            cell = futures[future]
+            try:
+                row = future.result()
+            except DataError as error:
+                failed.append(str(error))
+                console.print(f"{len(rows)}/{len(cells)} {error}", style="red", markup=False, soft_wrap=True)
+                continue
+            log.append(row)
+            rows[cell.arm.name, cell.seed] = row
+            console.print(f"{len(rows)}/{len(cells)} {cell}: {row['score']:.1f} ({row['seconds']:.0f} s)", markup=False)
+    finally:
+        threads.shutdown(cancel_futures=True)
+        log.close()
+    ordered = [rows[cell.arm.name, cell.seed] for cell in cells if (cell.arm.name, cell.seed) in rows]
+    results = collect(study, cells, ordered, failed, command)
+    write_results(out / RESULTS_FILE, results)
+    if ordered:
+        write_page(results, out / PAGE_FILE)
+        console.print(f"page: {out / PAGE_FILE}", markup=False, soft_wrap=True)
+    return results
+
+
+def _folder(out: Path, cell: Cell) -> Path:
+    return out / cell.arm.name / f"seed{cell.seed}"
+
+
+def _finished(cells: Sequence[Cell], file: Path) -> dict[tuple[str, int], Record]:
+    """Rows of these very runs; those of other configurations are left out."""
+    wanted = {(cell.arm.name, cell.seed): cell.fingerprint() for cell in cells}
+    rows = read_jsonl(file) if file.is_file() else []
+    return {key: row for row in rows if wanted.get(key := (row["arm"], row["seed"])) == row["fingerprint"]}
+
+
+def _reproduced(committed: Results, fresh: Results) -> bool:
+    found = differences(committed, fresh)
+    equal = sum(
+        row["tasks"] == other["tasks"]
+        for arm in fresh.names
+        for row in fresh.of(arm)
+        for other in committed.of(arm)
+        if other["seed"] == row["seed"]
+    )
+    console = Console()
+    console.print(f"check: {equal} of {len(fresh.rows)} runs have exactly the committed scores")
+    for line in found or ["check: reproduced, every arm within its committed interval"]:
+        console.print(line, markup=False, soft_wrap=True)
+    return not found

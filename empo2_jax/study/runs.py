@@ -1,0 +1,122 @@
+"""One run of a study: its processes, and the row of numbers that is left of it."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from empo2_jax.errors import ConfigError, DataError
+from empo2_jax.metrics import ADAPTATIONS_FILE, EVALUATIONS_FILE, Record, read_jsonl, read_metrics
+from empo2_jax.run_record import read_facts
+from empo2_jax.study.base import Cell
+
+_ONE_THREAD = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "OMP_NUM_THREADS": "1"}
+SPENT = ("environment_steps", "prompt_tokens", "sampled_tokens", "tip_calls")
+
+
+def train_command(cell: Cell, folder: Path) -> list[str]:
+    """Arguments of `empo2` that make the run."""
+    command = ["train", str(cell.arm.base)]
+    for override in (*cell.arm.overrides, f"run.seed={cell.seed}", f"run.dir={folder}", "run.tensorboard=false"):
+        key, _, value = override.partition("=")
+        command += [f"--{key}", value.strip('"')]
+    return command
+
+
+def run_cell(cell: Cell, folder: Path) -> Record:
+    """Train (or continue) in `folder`, adapt where that is wanted, and return the row.
+
+    Raises:
+        DataError: a process failed or left too little; the message names the run and the reason.
+    """
+    _empo2(cell, train_command(cell, folder))
+    if cell.trials and len(_adaptation(folder).get("adaptation", {}).get("score", ())) != cell.trials:
+        _empo2(cell, ["adapt", str(folder), "--trials", str(cell.trials)])
+    try:
+        return {"arm": cell.arm.name, "seed": cell.seed, "fingerprint": cell.fingerprint(), **row_of(folder)}
+    except DataError as error:
+        raise DataError(f"{cell}: {error}") from None
+
+
+def _empo2(cell: Cell, arguments: Sequence[str]) -> None:
+    command = [sys.executable, "-m", "empo2_jax", *arguments]
+    done = subprocess.run(command, env=os.environ | _ONE_THREAD, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1].removeprefix("error: ")
+        raise DataError(f"{cell} failed: {reason}")
+
+
+def row_of(folder: Path) -> Record:
+    """What a finished run says, read from its files.
+
+    `score` (points), `success` (share) and `tasks` (points by task) are those of its last evaluation without memory;
+    `panel` has one [iteration, points, seconds] per evaluation, `training` one [iteration, points, entropy in nats or
+    None, seconds] per iteration, seconds counted from the start; `memory_share` is that of the rollout time.
+
+    Raises:
+        DataError: a file or a number is missing, or the last evaluation is incomplete; names it.
+    """
+    evaluations, metrics = read_jsonl(folder / EVALUATIONS_FILE), read_metrics(folder)
+    if not evaluations:
+        raise DataError(f"{folder / EVALUATIONS_FILE}: no evaluation")
+    last = evaluations[-1]
+    if not last["complete"]:
+        raise DataError(f"{folder / EVALUATIONS_FILE}: episodes of the last evaluation failed: its score is of a part")
+    seconds, training = {0: 0.0}, []
+    for record in metrics:
+        spent = seconds[record["iteration"] - 1] + _number(folder, record, "timing_s/iteration")
+        seconds[record["iteration"]] = round(spent, 3)
+        entropy = record.get("actor/entropy")
+        score = _number(folder, record, "episode/score")
+        training.append([record["iteration"], score, entropy if isinstance(entropy, float) else None, round(spent, 3)])
+    rollout = sum(_number(folder, record, "timing_s/rollout") for record in metrics)
+    memory = sum(_number(folder, record, "timing_s/memory_in_rollout") for record in metrics)
+    return {
+        "commit": read_facts(folder).get("commit", ""),
+        "score": last["score"],
+        "success": last["success"],
+        "tasks": task_scores(last),
+        "panel": [[line["iteration"], line["score"], seconds.get(line["iteration"], 0.0)] for line in evaluations],
+        "training": training,
+        "updates": sum(_number(folder, record, "actor/updates") for record in metrics),
+        "seconds": training[-1][3] if training else 0.0,
+        "memory_share": memory / rollout if rollout else 0.0,
+        **{key: _number(folder, metrics[-1], f"total/{key}") if metrics else 0.0 for key in SPENT},
+        **_adaptation(folder),
+    }
+
+
+def task_scores(evaluation: Record) -> dict[str, float]:
+    """Points by task of an evaluation: means over repeats, then variations."""
+    cells: dict[str, list[float]] = {}
+    for row in evaluation["rows"]:
+        cells.setdefault(row["task"], []).append(sum(row["scores"]) / len(row["scores"]))
+    return {task: sum(values) / len(values) for task, values in cells.items()}
+
+
+def _adaptation(folder: Path) -> dict[str, Any]:
+    file = folder / ADAPTATIONS_FILE
+    if not file.is_file():
+        return {}
+    record = read_jsonl(file)[-1]
+    return {"adaptation": {"score": record["score"], "best": record["best_score"]}}
+
+
+def _number(folder: Path, record: Record, key: str) -> float:
+    value = record.get(key)
+    if isinstance(value, int | float):
+        return float(value)
+    raise DataError(f"{folder}: iteration {record['iteration']} has no number `{key}` in metrics.jsonl")
+
+
+def claim(out: Path) -> None:
+    """Make the folder of a study; raises `ConfigError` when it cannot be written."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        probe = out / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be written: {error.strerror}") from None

@@ -1,0 +1,55 @@
+"""Runs side by side: what is refused, what is marked."""
+
+from pathlib import Path
+
+import pytest
+
+from empo2_jax.cli import main
+from empo2_jax.errors import ConfigError, DataError
+from empo2_jax.study.comparison import compare_runs
+from empo2_jax.study.results import write_results
+from tests.fixtures.studies import make_results, make_run
+
+
+def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = make_run(tmp_path / "a/seed0", 40.0)
+    second = make_run(tmp_path / "b/seed0", 60.0, "algorithm.p_memory=0.5")
+    page = tmp_path / "page.html"
+    assert main(["report", str(first), str(second), "--out", str(page)]) == 0
+    assert capsys.readouterr().out.strip() == str(page)
+    text = page.read_text()
+    assert "<td>a/seed0</td><td>2</td><td>40.0</td><td>50.0</td>" in text
+    assert "<td>algorithm.p_memory</td><td>0.25</td><td>0.5</td>" in text
+    assert 'class="warning"' not in text
+    assert f"empo2 report {first} {second} · commit c0ffee" in text
+
+
+def test_unequal_commits_and_unfinished_runs_are_marked(tmp_path: Path) -> None:
+    first, second = make_run(tmp_path / "a", 40.0), make_run(tmp_path / "b", 60.0, "run.iterations=5", commit="beef")
+    lines = (second / "evaluations.jsonl").read_text().splitlines(keepends=True)
+    (second / "evaluations.jsonl").write_text(lines[0] + lines[1][:40])  # being written
+    text = compare_runs([first, second], tmp_path / "page.html").read_text()
+    assert "The runs are of different commits: c0ffee, beef." in text
+    assert "Last evaluations after unequal numbers of iterations: a after 2, b after 0." in text
+    assert "b is not finished: 2 of 5 iterations." in text
+    assert "<td>b</td><td>0</td><td>0.0</td>" in text
+
+
+def test_what_does_not_compare_is_refused(tmp_path: Path) -> None:
+    first = make_run(tmp_path / "a", 40.0)
+    other = make_run(tmp_path / "b", 60.0, "evaluation.repeats=9")
+    with pytest.raises(ConfigError, match=r"report: b and a are evaluated on different panels: evaluation.repeats = 9"):
+        compare_runs([first, other], tmp_path / "page.html")
+    with pytest.raises(ConfigError, match="a run is named twice"):
+        compare_runs([first, tmp_path / "b/../a"], tmp_path / "page.html")
+    with pytest.raises(DataError, match=r"nowhere: not a run directory \(no config.toml\)"):
+        compare_runs([first, tmp_path / "nowhere"], tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_the_page_of_committed_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_results(tmp_path / "made.json", make_results({"new": [80.0, 90.0], "old": [10.0, 30.0]}))
+    assert main(["report", str(tmp_path / "made.json"), "--out", str(tmp_path / "made.html")]) == 0
+    assert "Study made" in (tmp_path / "made.html").read_text()
+    assert main(["report", str(tmp_path), "--out", "x.html"]) == 2
+    assert "leave out --out" in capsys.readouterr().err

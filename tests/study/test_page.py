@@ -1,0 +1,62 @@
+"""The page of a study: every number of the results, sources under every figure, text that stays text."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from empo2_jax.study.page import figures, write_page
+from empo2_jax.study.statistics import Estimate
+from empo2_jax.study.tables import cost, interval_text, scores, seeds, tables
+from tests.fixtures.studies import make_results, make_row
+
+SCORES = {"new": [80.0, 90.0, 100.0, 70.0], "old": [10.0, 30.0, 20.0, 40.0]}
+
+
+def test_tables_have_the_numbers() -> None:
+    results = make_results(SCORES | {"old": [10.0, 30.0]})
+    first, second = scores(results).rows
+    assert first[:3] == ["new", "4", "85.0"] and first[4:] == ["85.0", ""]
+    assert second[:3] == ["old", "2", "20.0"] and second[5].startswith("+65.0 [")
+    assert seeds(results).rows == [["0", "80.0", "10.0"], ["1", "90.0", "30.0"], ["2", "100.0", "missing"],
+                                   ["3", "70.0", "missing"]]  # fmt: skip
+    assert cost(results).rows[0] == ["new", "120", "8", "10", "20", "30", "4", "25"]
+    assert [table.title for table in tables(results)] == ["Scores", "Seeds", "Cost"]
+    rows = [row | {"tasks": {"lamp": 10.0, "door": 30.0}} for row in results.rows]
+    named = {table.title: table for table in tables(replace(results, rows=rows))}
+    assert named["Tasks"].rows == [["lamp", "10.0", "10.0"], ["door", "30.0", "30.0"]]
+
+
+def test_intervals_as_text() -> None:
+    assert interval_text(Estimate(1.25, -2.0, 4.0), signed=True) == "+1.2 [-2.0, +4.0]"
+    assert interval_text(Estimate(1.25, float("-inf"), float("inf"))) == "1.2"
+
+
+def test_figures_have_the_curves_of_the_rows() -> None:
+    curve = {"score": [0.0, 5.0], "best": [0.0, 8.0]}
+    results = make_results(SCORES)
+    with_curves = replace(results, rows=[row | {"adaptation": curve} for row in results.rows])
+    made = {figure.title: figure for figure in figures(with_curves)}
+    assert list(made) == [
+        *("Scores", "What each change costs", "Learning curves", "Training score", "Score against wall time"),
+        *("Entropy", "Adaptation"),
+    ]
+    assert made["Learning curves"].table.rows[:2] == [["new", "0", "0", "0", "0"], ["new", "2", "85", "70", "100"]]
+    assert made["Score against wall time"].table.rows[1] == ["new", "2", "85"]
+    assert made["Adaptation"].table.rows[1] == ["new", "2", "8"]
+    assert made["What each change costs"].table.rows[0][:2] == ["new − old", "60"]
+    assert "Adaptation" not in {figure.title for figure in figures(results)}
+
+
+def test_every_figure_names_command_commit_and_configurations(tmp_path: Path) -> None:
+    results = make_results(SCORES | {"<b>": [1.0, 2.0]}, failed=["arm <i>, seed 1"])
+    page = write_page(
+        replace(results, rows=[*results.rows, make_row("old", 9, 1.0, commit="beef")]), tmp_path / "p.html"
+    )
+    text = page.read_text()
+    sources = re.findall(r"From: <code>(.+?)</code> · <a href=\"#configurations\">", text)
+    assert len(sources) == text.count("<figure>") == 6
+    assert set(sources) == {"empo2 study made.toml · commit c0ffee, beef"}
+    assert "Runs of 2 commits are compared: c0ffee, beef." in text
+    assert "<b>" not in text and "<i>" not in text and "&lt;b&gt;" in text
+    assert "http" not in text and "<script" not in text
+    assert "<code>base.toml</code><br><code>x=0</code>" in text

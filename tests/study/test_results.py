@@ -1,0 +1,123 @@
+"""The results file and its check: equal, within, outside, of other configurations."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from empo2_jax.errors import DataError
+from empo2_jax.study.base import cells_of, load_study
+from empo2_jax.study.results import RESULTS_FILE, collect, differences, read_results, write_results
+from tests.fixtures.studies import make_results, make_row, make_study
+
+SCORES = {"new": [80.0, 90.0, 100.0, 70.0], "old": [10.0, 30.0, 20.0, 40.0]}
+
+
+def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
+    results = make_results(SCORES)
+    write_results(tmp_path / RESULTS_FILE, results)
+    assert read_results(tmp_path / RESULTS_FILE) == results
+    lines = (tmp_path / RESULTS_FILE).read_text().splitlines()
+    assert sum(line.startswith('  {"arm"') for line in lines) == 8  # a run a line
+
+
+def test_estimates() -> None:
+    results = make_results(SCORES)
+    assert results.score("new").value == 85.0  # of 80 and 90
+    difference = results.difference("old")
+    assert difference is not None and difference.value == 60.0
+    # 70, 60, 80, 30: standard error 10.80, t with 3 degrees of freedom 3.182
+    assert difference.low == pytest.approx(60 - 3.182 * 10.801, abs=0.01)
+    assert results.better
+    assert not make_results({"new": [50.0, 10.0], "old": [10.0, 50.0]}).better
+    assert not make_results({"new": [50.0], "old": [10.0]}).better  # one seed has no interval
+
+
+def test_differences_pair_the_seeds_that_both_have() -> None:
+    results = make_results(SCORES)
+    rows = [row for row in results.rows if (row["arm"], row["seed"]) not in (("old", 0), ("new", 3))]
+    difference = replace(results, rows=rows).difference("old")
+    assert difference is not None and difference.value == np.mean([90 - 30, 100 - 20])
+    assert replace(results, rows=[row for row in rows if row["arm"] == "new"]).difference("old") is None
+
+
+def test_equal_results_reproduce() -> None:
+    assert differences(make_results(SCORES), make_results(SCORES)) == []
+    fewer = make_results({name: values[:3] for name, values in SCORES.items()})
+    assert differences(make_results(SCORES), fewer) == []
+
+
+def test_a_differing_cell_is_named_with_its_interval() -> None:
+    fresh = make_results(SCORES | {"old": [60.0, 50.0, 70.0, 60.0]})
+    assert differences(make_results(SCORES), fresh) == [
+        "old, score: 60.00 is outside of 10.00 to 40.00",
+        "old, success: 0.60 is outside of 0.10 to 0.40",
+    ]
+
+
+def test_within_the_interval_is_reproduced() -> None:
+    assert differences(make_results(SCORES), make_results(SCORES | {"old": [15.0, 25.0, 20.0, 35.0]})) == []
+
+
+def test_adaptation_is_a_cell_of_its_own() -> None:
+    def adapted(best: float) -> list[dict[str, object]]:
+        curve = {"score": [0.0, 5.0], "best": [0.0, best]}
+        return [make_row(arm, seed, 50.0, adaptation=curve) for arm in SCORES for seed in range(3)]
+
+    committed, fresh = (replace(make_results(SCORES), rows=adapted(best)) for best in (50.0, 60.0))
+    assert differences(committed, fresh)[0] == "new, adaptation: 60.00 is outside of 50.00 to 50.00"
+    assert differences(replace(committed, rows=make_results(SCORES).rows[:3]), replace(fresh, arms={})) == []
+
+
+def test_another_configuration_panel_seed_or_arm_is_named() -> None:
+    committed, fresh = make_results(SCORES), make_results(SCORES)
+    changed = {name: arm | {"config": {"update.epochs": 2, "new.key": 1}} for name, arm in fresh.arms.items()}
+    assert differences(committed, replace(fresh, arms=changed)) == [
+        "new: another configuration: update.epochs was 1, is 2",
+        "old: another configuration: update.epochs was 1, is 2",
+    ]
+    assert differences(make_results({"new": SCORES["new"], "other": [0.0]}), fresh) == [
+        "old: no such arm in the committed results"
+    ]
+    assert differences(make_results(SCORES | {"old": [1.0]}), fresh) == ["old: the committed results lack seed 1"]
+    rows = [row | {"tasks": {"other": 1.0}} for row in fresh.rows]
+    assert differences(committed, replace(fresh, rows=rows))[0] == "new: another panel: other"
+    assert differences(committed, replace(fresh, failed=["arm new, seed 1 failed: x"])) == [
+        "not run: arm new, seed 1 failed: x"
+    ]
+
+
+def test_what_was_run_is_recorded(tmp_path: Path) -> None:
+    study = load_study(make_study(tmp_path))
+    results = collect(study, cells_of(study, 1), [make_row("new", 0, 1.0)], ["reason"], "empo2 study small.toml")
+    assert results.arms["old"]["overrides"] == ["algorithm.p_memory=0.0"]
+    config = results.arms["old"]["config"]
+    assert config["algorithm.p_memory"] == 0.0 and "run.seed" not in config and "run.dir" not in config
+    assert results.names == ["new"] and results.commits == ["c0ffee"] and results.failed == ["reason"]
+    assert json.loads(json.dumps(config)) == config  # as a file gives it back
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not JSON"),
+        ("[]", "not the results of a study in format 1"),
+        ('{"format": 2}', "not the results of a study in format 1"),
+        ('{"format": 1, "rows": []}', "not the results of a study: "),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match=message):
+        read_results(path)
+    with pytest.raises(DataError, match="cannot be read: No such file"):
+        read_results(tmp_path / "none.json")
+
+
+def test_rows_without_their_arm_are_refused(tmp_path: Path) -> None:
+    write_results(tmp_path / "x.json", replace(make_results(SCORES), arms={}))
+    with pytest.raises(DataError, match="a row has no known arm"):
+        read_results(tmp_path / "x.json")

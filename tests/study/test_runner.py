@@ -1,0 +1,164 @@
+"""What is run, what is kept, what a failure leaves; with runs that are made up, and once with real processes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from empo2_jax.cli import main
+from empo2_jax.errors import ConfigError, DataError
+from empo2_jax.metrics import Record, read_jsonl
+from empo2_jax.study import runner
+from empo2_jax.study.base import Cell
+from empo2_jax.study.page import PAGE_FILE
+from empo2_jax.study.results import RESULTS_FILE, read_results, write_results
+from tests.fixtures.studies import make_row, make_study
+
+ROOT = Path(__file__).parents[2]
+
+
+class Runs:
+    """Stands for the processes: remembers the cells, fails where it is told to."""
+
+    def __init__(self, *failing: tuple[str, int]) -> None:
+        self.failing, self.cells = failing, []
+
+    def __call__(self, cell: Cell, folder: Path) -> Record:
+        self.cells.append((cell.arm.name, cell.seed))
+        if self.cells[-1] in self.failing:
+            raise DataError(f"{cell} failed: no Java")
+        score = {"new": 80.0, "old": 20.0}[cell.arm.name] + cell.seed
+        return make_row(cell.arm.name, cell.seed, score) | {"fingerprint": cell.fingerprint()}
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
+    made = Runs()
+    monkeypatch.setattr(runner, "run_cell", made)
+    return made
+
+
+def test_a_finished_study_is_not_run_again(tmp_path: Path, runs: Runs) -> None:
+    path = make_study(tmp_path)
+    assert runner.run_studies([path], tmp_path / "out", command=["empo2", "study", "small.toml"])
+    assert len(runs.cells) == 6
+    results = read_results(tmp_path / "out/small" / RESULTS_FILE)
+    assert [row["score"] for row in results.of("new")] == [80.0, 81.0, 82.0]
+    assert results.command == "empo2 study small.toml"
+    assert "Study small" in (tmp_path / "out/small" / PAGE_FILE).read_text()
+    assert runner.run_studies([path], tmp_path / "out", seeds=2)
+    assert len(runs.cells) == 6
+    assert len(read_results(tmp_path / "out/small" / RESULTS_FILE).rows) == 4
+
+
+def test_the_others_go_on_and_the_failing_cell_is_named(tmp_path: Path, runs: Runs) -> None:
+    runs.failing = (("old", 1),)
+    with pytest.raises(DataError, match="study small: arm old, seed 1 failed: no Java; the same command runs what is"):
+        runner.run_studies([make_study(tmp_path)], tmp_path / "out", jobs=1)
+    assert len(runs.cells) == 6
+    results = read_results(tmp_path / "out/small" / RESULTS_FILE)
+    assert len(results.rows) == 5 and results.failed == ["arm old, seed 1 failed: no Java"]
+    page = (tmp_path / "out/small" / PAGE_FILE).read_text()
+    assert "Missing: arm old, seed 1 failed: no Java" in page and "<td>missing</td>" in page
+    runs.failing = ()
+    assert runner.run_studies([make_study(tmp_path)], tmp_path / "out", jobs=1)
+    assert runs.cells[6:] == [("old", 1)]
+
+
+def test_rows_of_another_configuration_do_not_count(tmp_path: Path, runs: Runs) -> None:
+    path = make_study(tmp_path)
+    runner.run_studies([path], tmp_path / "out", seeds=1)
+    (tmp_path / "base.toml").write_text('[run]\niterations = 2\n[env]\nname = "toy"\n[update]\nepochs = 2\n')
+    runner.run_studies([path], tmp_path / "out", seeds=1)
+    assert runs.cells == [("new", 0), ("old", 0)] * 2
+
+
+def test_several_studies_lie_side_by_side(tmp_path: Path, runs: Runs) -> None:
+    first = make_study(tmp_path)
+    second = tmp_path / "second.toml"
+    second.write_text(first.read_text())
+    runner.run_studies([first, second], tmp_path / "out", seeds=1)
+    assert {path.parent.name for path in tmp_path.glob(f"out/*/{RESULTS_FILE}")} == {"small", "second"}
+
+
+def test_a_check_names_the_cell_that_differs(tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    path, committed = make_study(tmp_path), tmp_path / "committed.json"
+    runner.run_studies([path], tmp_path / "out")
+    committed.write_text((tmp_path / "out/small" / RESULTS_FILE).read_text())
+    capsys.readouterr()
+    assert runner.run_studies([path], tmp_path / "again", check=committed)
+    printed = capsys.readouterr().out
+    assert "6 of 6 runs have exactly the committed scores" in printed and "reproduced" in printed
+    values = json.loads(committed.read_text())
+    for row in values["rows"]:
+        if row["arm"] == "old":
+            row["tasks"] = {"lamp": 50.0}
+    committed.write_text(json.dumps(values))
+    assert not runner.run_studies([path], tmp_path / "out", check=committed)
+    assert "old, score: 21.00 is outside of 50.00 to 50.00" in capsys.readouterr().out
+
+
+def test_what_cannot_work_is_refused_before_anything_is_run(tmp_path: Path, runs: Runs) -> None:
+    path, out = make_study(tmp_path), tmp_path / "out"
+    (tmp_path / "file").touch()
+    committed = tmp_path / "committed.json"
+    runner.run_studies([path], out, seeds=1)
+    write_results(committed, read_results(out / "small" / RESULTS_FILE))
+    del runs.cells[:]
+    for choice, message in (
+        ({"jobs": 0}, "--jobs 0: at least 1"),
+        ({"seeds": 99999}, "--seeds 99999: 1 to 1000"),
+        ({"check": committed, "seeds": 2}, "--check needs at least 3 seeds, not 2"),
+        ({"arms": ("olt",)}, "no arm 'olt'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            runner.run_studies([path], tmp_path / "new", **choice)
+    with pytest.raises(ConfigError, match=r"--check .*: one study is allowed, not 2"):
+        runner.run_studies([path, path], out, check=committed)
+    with pytest.raises(ConfigError, match=r"--out .*: cannot be written: Not a directory"):
+        runner.run_studies([path], tmp_path / "file/out")
+    with pytest.raises(DataError, match="not the results"):
+        (tmp_path / "x.json").write_text("{}")
+        runner.run_studies([path], out, check=tmp_path / "x.json")
+    assert runs.cells == [] and not (tmp_path / "new").exists()
+
+
+def test_a_dry_run_says_what_is_finished_and_touches_nothing(
+    tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = make_study(tmp_path, 'adaptation_trials = 2\nadaptation_arms = ["new"]\n'), tmp_path / "out"
+    assert main(["study", str(path), "--out", str(out), "--dry-run", "--seeds", "1"]) == 0
+    assert not out.exists()
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first == "study small: 2 runs, 0 finished; new − old"
+    folder = out / "small/new/seed0"
+    command = f"empo2 train {tmp_path}/base.toml --run.seed 0 --run.dir {folder} --run.tensorboard false"
+    assert second == f"  to run: {command}; then empo2 adapt {folder} --trials 2"
+    assert "--algorithm.p_memory 0.0 --run.seed 0" in third
+    assert main(["study", str(path), "--out", str(out), "--seeds", "1"]) == 1  # one seed has no interval
+    capsys.readouterr()
+    assert main(["study", str(path), "--out", str(out), "--dry-run", "--seeds", "2"]) == 0
+    assert [line.split(":")[0].strip() for line in capsys.readouterr().out.splitlines()[1:]] == [
+        *("finished", "finished", "to run", "to run")
+    ]
+
+
+@pytest.mark.slow
+def test_real_runs_and_a_failing_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = "run.iterations = 1\nrollout.tasks_per_iteration = 2\nrollout.group_size = 2\n"
+    path = tmp_path / "real.toml"
+    path.write_text(
+        f'base = "{ROOT}/configs/toy.toml"\nseeds = 1\nreference = "naive"\n'
+        f'adaptation_trials = 1\nadaptation_arms = ["empo2"]\n[arms.empo2]\n{small}'
+        "[arms.naive]\nrun.iterations = 0\n"
+        '[arms.broken]\nrun.iterations = 1\nmodel.path = "/nowhere/model"\n'
+    )
+    assert main(["study", str(path), "--out", str(tmp_path / "out"), "--jobs", "1"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: study real: arm broken, seed 0 failed: ") and "/nowhere/model" in error
+    results = read_results(tmp_path / "out/real" / RESULTS_FILE)
+    assert results.names == ["empo2", "naive"]
+    empo2, naive = results.rows
+    assert len(empo2["training"]) == 1 and empo2["environment_steps"] > 0 and len(empo2["adaptation"]["best"]) == 1
+    assert naive["training"] == [] and naive["panel"] == [[0, naive["score"], 0.0]]
+    assert len(read_jsonl(tmp_path / "out/real/rows.jsonl")) == 2

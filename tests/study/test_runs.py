@@ -1,0 +1,55 @@
+"""The row of a run, read from its files."""
+
+from pathlib import Path
+
+import pytest
+
+from empo2_jax.errors import DataError
+from empo2_jax.metrics import JsonLines
+from empo2_jax.study.runs import row_of, task_scores
+from tests.fixtures.studies import make_run
+
+
+def test_the_row_of_a_run(tmp_path: Path) -> None:
+    row = row_of(make_run(tmp_path / "run", 40.0, commit="abc"))
+    assert row["commit"] == "abc" and row["score"] == 40.0 and row["tasks"] == {"lamp": 40.0}
+    assert row["panel"] == [[0, 0.0, 0.0], [2, 40.0, 60.0]]
+    assert row["training"] == [[1, 20.0, 1.5, 30.0], [2, 40.0, 1.5, 60.0]]
+    assert row["updates"] == 8.0 and row["seconds"] == 60.0 and row["memory_share"] == 0.25
+    assert row["tip_calls"] == 10.0 and "adaptation" not in row
+
+
+def test_the_newest_adaptation_is_part_of_it(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", 40.0)
+    log = JsonLines(folder / "adaptations.jsonl")
+    log.append({"score": [1.0, 0.0], "best_score": [1.0, 1.0]})
+    log.close()
+    assert row_of(folder)["adaptation"] == {"score": [1.0, 0.0], "best": [1.0, 1.0]}
+
+
+def test_scores_of_tasks_are_means_over_repeats_then_variations() -> None:
+    rows = [
+        {"task": "a", "variation": 0, "scores": [0.0, 10.0]},
+        {"task": "a", "variation": 1, "scores": [20.0]},
+        {"task": "b", "variation": 0, "scores": [3.0]},
+    ]
+    assert task_scores({"rows": rows}) == {"a": 12.5, "b": 3.0}
+
+
+def test_missing_numbers_are_named(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", 40.0)
+    text = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(text.replace('"actor/updates":4.0', '"actor/update":4.0', 1))
+    with pytest.raises(DataError, match=r"run: iteration 1 has no number `actor/updates` in metrics.jsonl"):
+        row_of(folder)
+    (folder / "metrics.jsonl").write_text(text.replace('"actor/entropy":1.5', '"actor/entropy":"nan"'))
+    assert [point[2] for point in row_of(folder)["training"]] == [None, None]
+
+
+def test_an_incomplete_or_missing_evaluation_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="episodes of the last evaluation failed"):
+        row_of(make_run(tmp_path / "run", 40.0, complete=False))
+    folder = make_run(tmp_path / "other", 40.0)
+    (folder / "evaluations.jsonl").write_text("")
+    with pytest.raises(DataError, match="no evaluation"):
+        row_of(folder)
