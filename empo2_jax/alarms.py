@@ -9,6 +9,7 @@ from empo2_jax.types import Episode
 MAX_GAP = {"float32": 1e-4, "bfloat16": 2e-2}  # nats, by compute dtype; in f32 ten times what is asserted in tests
 CANARIES = 10  # a server's gap may be so many times what its canary may
 MAX_SKIPPED = 3  # updates in a row
+_GUIDE = "see docs/troubleshooting.md#"  # a section of it
 _log = logging.getLogger(__name__)
 
 
@@ -19,8 +20,8 @@ def refuse_many_failures(episodes: Sequence[Episode]) -> None:
     if share > 0.02:
         text = f"{len(failed)} of {len(episodes)} episodes failed ({failed[0].stop_reason}: {failed[0].error})"
         if share > 0.2:
-            raise EnvError(f"{text}; at most 20 % may")
-        _log.warning("%s", text)
+            raise EnvError(f"{text}; at most 20 % may; {_GUIDE}failed-episodes")
+        _log.warning("%s; %sfailed-episodes", text, _GUIDE)
 
 
 def count_skipped(in_a_row: int, skipped: bool, where: str) -> int:
@@ -35,9 +36,9 @@ def count_skipped(in_a_row: int, skipped: bool, where: str) -> int:
     if in_a_row + 1 == MAX_SKIPPED:
         raise UpdateError(
             f"{text}, {MAX_SKIPPED} updates in a row; the weights are unharmed, but this configuration cannot go on: "
-            "a lower learning_rate helps most"
+            f"a lower learning_rate helps most; {_GUIDE}updates-that-are-not-finite"
         )
-    _log.warning("%s; the update was skipped", text)
+    _log.warning("%s; the update was skipped; %supdates-that-are-not-finite", text, _GUIDE)
     return in_a_row + 1
 
 
@@ -51,18 +52,23 @@ def warn(metrics: Mapping[str, float], learning_rate: float, max_gap: float) -> 
     """
     if metrics["memory/tips_missing"]:
         _log.warning(
-            "%d episodes left no tip: they wrote none, or their end did not fit into rollout.max_length",
+            "%d episodes left no tip: they wrote none, or their end did not fit into rollout.max_length; "
+            "%smissing-tips",
             metrics["memory/tips_missing"],
+            _GUIDE,
         )
     if metrics.get("mismatch/logprob_abs_diff_max", 0.0) > max_gap:
         _log.warning(
-            "engine and trainer log-probs differ by %.1e nats, more than %.0e",
+            "engine and trainer log-probs differ by %.1e nats, more than %.0e; %sengine-and-trainer-disagree",
             metrics["mismatch/logprob_abs_diff_max"],
             max_gap,
+            _GUIDE,
         )
     if metrics["actor/updates"] < 5 and learning_rate <= 2e-6:
         _log.warning(
-            "%d updates per iteration at learning rate %g: the weights hardly move; lower update.minibatch_steps",
+            "%d updates per iteration at learning rate %g: the weights hardly move; lower update.minibatch_steps; "
+            "%sweights-that-hardly-move",
             metrics["actor/updates"],
             learning_rate,
+            _GUIDE,
         )

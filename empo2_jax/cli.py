@@ -152,6 +152,7 @@ def build_parser() -> Parser:
     _command(convert, "smollm2", _smollm2, "download SmolLM2-135M-Instruct and convert it into the cache")
 
     cli_studies.add_commands(commands, _command)
+    _command(commands, "paper", _paper, "print docs/paper.md: the paper's numbers, our keys, where they are used")
     bench = _command(commands, "bench", _bench, "speed, memory and exactness against peers, on two pinned cores")
     bench.add_argument("--quick", action="store_true", help="small shapes, at most 6 minutes")
     bench.add_argument("--suite", default="", metavar="A,B", help="only these suites (default: all)")
@@ -314,6 +315,13 @@ def _smollm2(options: argparse.Namespace) -> int:
     from empo2_jax.assets import smollm2
 
     print(smollm2())
+    return 0
+
+
+def _paper(options: argparse.Namespace) -> int:
+    from empo2_jax.paper import table
+
+    print(table())
     return 0
 
 
