@@ -94,6 +94,8 @@ def build_parser() -> Parser:
     train = _command(commands, "train", _train, "train a policy; continues where the run directory stands")
     config_options(train)
     train.add_argument("--resume", default="auto", metavar="auto|never|PATH", help=RESUME_HELP)
+    text = "start as a copy of another run at a checkpoint, with the keys changed that CONFIG and options change"
+    train.add_argument("--from", dest="source", metavar="RUN@STEP", help=text)
     train.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, for a run of several processes")
     train.add_argument("--num-processes", type=int, metavar="N", help="of the run (default: Slurm, TPU or EMPO2_*)")
     train.add_argument("--process-id", type=int, metavar="N", help="of this one, from 0")
@@ -191,13 +193,19 @@ def _train(options: argparse.Namespace) -> int:
     config = config_of(options)
     if options.dry_run:
         with uninterrupted():
+            from empo2_jax import fork
             from empo2_jax.dry_run import lines
+        changed = fork.changed_keys(fork.parse_source(options.source)[0], config) if options.source else {}
         print("\n".join([dump_toml(config), *lines(config)]))
+        print("".join(f"changed by the fork: {key} {old} → {new}\n" for key, (old, new) in changed.items()), end="")
         return 0
     with uninterrupted():
-        from empo2_jax import distributed, trainer
+        from empo2_jax import distributed, fork, trainer
     member = distributed.membership(os.environ, options.coordinator, options.num_processes, options.process_id)
     distributed.initialize(member, limit_s=options.start_timeout)
+    if options.source:
+        source = fork.parse_source(options.source)
+        distributed.current().first(lambda: str(fork.fork(*source, config)), "fork")
     run_dir = trainer.run(config, resume=options.resume, command=["empo2", *options.arguments])
     print(f"report: {run_dir / 'report.html'}")
     return 0

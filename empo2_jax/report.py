@@ -27,7 +27,7 @@ from empo2_jax.metrics import (
     read_metrics,
     write_atomically,
 )
-from empo2_jax.run_record import CONFIG_FILE, FACTS_FILE
+from empo2_jax.run_record import CONFIG_FILE, FACTS_FILE, origin
 
 REPORT_FILE = "report.html"
 LOSSES_FILE = "start/losses.json"  # of the warm start
@@ -221,6 +221,8 @@ def _facts(run_dir: Path, metrics: Sequence[Record], evaluations: Sequence[Recor
             facts["model" if key == "path" else key] = match[1].strip('"')
     if metrics and isinstance(metrics[-1].get("episode/score"), int | float):
         facts["last training score"] = _cell(metrics[-1]["episode/score"])
+    if forked := origin(run_dir):
+        facts["forked from"] = forked
     if evaluations:
         facts["panel score, first → last"] = f"{_cell(evaluations[0]['score'])} → {_cell(evaluations[-1]['score'])}"
     return facts | {str(key): str(value) for key, value in _optional_json(run_dir / FACTS_FILE, {}).items()}

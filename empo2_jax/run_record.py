@@ -18,7 +18,7 @@ from empo2_jax.config import Config
 from empo2_jax.errors import CheckpointError, DataError
 from empo2_jax.metrics import write_atomically
 
-CONFIG_FILE, FACTS_FILE = "config.toml", "run.json"
+CONFIG_FILE, FACTS_FILE, FORK_FILE = "config.toml", "run.json", "fork.json"
 MAY_DIFFER = (  # keys that a resumed run may change: they do not reach the numbers, or only by rounding (of the model)
     "run.name", "run.dir", "run.iterations", "run.tensorboard", "run.episodes_logged", "run.watchdog_s",
     "run.updates_kept", "env.workers", "env.step_timeout_s", "evaluation.every", "checkpoint.", "model.mesh",
@@ -58,7 +58,19 @@ def record_command(run_dir: Path, arguments: Sequence[str]) -> None:
 
 def read_facts(run_dir: Path) -> dict[str, Any]:
     """`run.json`, {} where there is none; raises `DataError` if it is not a JSON object."""
-    path = run_dir / FACTS_FILE
+    return _read_object(run_dir / FACTS_FILE)
+
+
+def origin(run_dir: Path) -> str:
+    """Where a forked run is from and what it changed, on one line; "" for a run that was not forked."""
+    fork = _read_object(run_dir / FORK_FILE)
+    if not fork:
+        return ""
+    changes = [f"{key} {old} → {new}" for key, (old, new) in fork["changed"].items()]
+    return f"{Path(fork['run']).name}@{fork['step']}: {'; '.join(changes) or 'no key changed'}"
+
+
+def _read_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:

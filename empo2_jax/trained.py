@@ -178,10 +178,14 @@ def export_adapter(run_dir: Path, folder: Path, step: int | None = None) -> int:
 
 
 def export_run(run_dir: Path, folder: Path, step: int | None = None) -> int:
-    """Write a run's policy as a new Hugging Face folder with its tokenizer; returns the step it is from."""
+    """Write a run's policy as a new Hugging Face folder with its tokenizer; returns the step it is from.
+
+    The tips of the checkpoint lie beside the weights in `memory/`, as `TipMemory.load` reads them.
+    """
     policy, chosen = load_trained(run_dir, step)
     params = jax.block_until_ready(policy.params)
-    save_model(folder, params, policy.model.config, tokenizer_folder=policy.folder)
+    memory = run_dir / "checkpoints" / str(chosen) / "memory"
+    save_model(folder, params, policy.model.config, tokenizer_folder=policy.folder, beside={"memory": memory})
     return chosen
 
 

@@ -5,6 +5,7 @@ one tensor at a time. Tokenizers are `models/tokenizer.py`.
 """
 
 import hashlib
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,7 @@ def save_model(
     dtype: DTypeLike = jnp.float32,
     max_shard_bytes: int = 4 << 30,
     tokenizer_folder: Path | None = None,
+    beside: Mapping[str, Path] | None = None,
 ) -> None:
     """Write a new folder that transformers and `load_model` read back; atomic.
 
@@ -96,6 +98,7 @@ def save_model(
         dtype: Stored dtype, f32 or bf16; values are cast on the device.
         max_shard_bytes: Largest safetensors file.
         tokenizer_folder: Folder whose tokenizer files are copied along.
+        beside: Other folders to copy into it, by their new names.
     """
     tensors, dtype = named(params), jnp.dtype(dtype)
     with new_folder(Path(folder)) as work:
@@ -104,6 +107,8 @@ def save_model(
         write_tensors(work, sizes, lambda name: np.asarray(tensors[name][...].astype(dtype)), max_shard_bytes)
         if tokenizer_folder is not None:
             copy_tokenizer(Path(tokenizer_folder), work)
+        for name, other in (beside or {}).items():
+            shutil.copytree(other, work / name)
 
 
 def named(params: Params) -> dict[str, Any]:

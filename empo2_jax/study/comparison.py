@@ -8,7 +8,7 @@ from empo2_jax.config import Config
 from empo2_jax.config_file import load_config
 from empo2_jax.errors import ConfigError, DataError
 from empo2_jax.metrics import Record
-from empo2_jax.run_record import CONFIG_FILE, identity, read_facts
+from empo2_jax.run_record import CONFIG_FILE, identity, origin, read_facts
 from empo2_jax.study.base import check_same_panel
 from empo2_jax.study.page import figures, render
 from empo2_jax.study.results import Results
@@ -96,4 +96,6 @@ def _keys(configs: dict[str, Config]) -> Table:
 
 
 def _origin(folder: Path, facts: dict[str, Any]) -> list[str]:
-    return [str(folder / CONFIG_FILE), *([str(facts["command"])] if "command" in facts else [])]
+    forked = origin(folder)
+    lines = [str(folder / CONFIG_FILE), str(facts.get("command", "")), f"forked from {forked}" if forked else ""]
+    return [line for line in lines if line]

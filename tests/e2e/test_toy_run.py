@@ -268,3 +268,34 @@ def test_golden_numbers(tmp_path: Path) -> None:
     assert golden["options"] == options
     for record, expected in zip(found, golden["iterations"], strict=True):
         assert record == pytest.approx(expected, rel=1e-4, abs=1e-4)
+
+
+def test_a_fork_trains_on_with_its_keys_changed(toy_run: Path, tmp_path: Path) -> None:
+    fork, again = tmp_path / "fork", tmp_path / "again"
+    assert main([*train_arguments(again), "--from", f"{toy_run}@1"]) == 0
+    assert content_hash(again) == content_hash(toy_run), "a fork without changes is the run"
+    assert main([*train_arguments(fork), "--from", f"{toy_run}@1", "--update.learning_rate", "1e-3"]) == 0
+    assert content_hash(fork) != content_hash(toy_run)
+    first, second = read_metrics(fork)
+    assert untimed([first]) == untimed(read_metrics(toy_run)[:1]) and second["actor/lr"] == 1e-3
+    assert "run@1: update.learning_rate 0.0003 → 0.001" in (fork / "report.html").read_text()
+    page = tmp_path / "both.html"
+    assert main(["report", str(toy_run), str(fork), "--out", str(page)]) == 0
+    assert "<td>update.learning_rate</td><td>0.0003</td><td>0.001</td>" in page.read_text()
+
+
+def test_the_exported_policy_answers_as_the_readme_says(
+    toy_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = tmp_path / "policy"
+    assert main(["convert", "to-hf", str(toy_run), str(policy)]) == 0
+    tips = read_jsonl(policy / "memory/tips.jsonl")
+    assert tips == read_jsonl(toy_run / "checkpoints/2/memory/tips.jsonl") and len(tips) > 1
+    capsys.readouterr()
+    check = re.findall(r"```python\n(.+?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)[0]
+    assert len(check.split("\n\n")[-1].splitlines()) == 4  # and the import
+    names: dict[str, Any] = {}
+    exec(compile(check.replace('"policy"', repr(str(policy))), "README.md", "exec"), names)
+    asked = names["tokenizer"].decode(names["prompt"]["input_ids"][0])
+    answered = capsys.readouterr().out.strip()
+    assert answered.startswith(asked) and len(answered) > len(asked) > 0
