@@ -14,6 +14,7 @@ import jinja2
 from empo2_jax.charts import interval_chart, line_chart, number_text
 from empo2_jax.metrics import Record, write_atomically
 from empo2_jax.study.results import Results
+from empo2_jax.study.runs import TRIED
 from empo2_jax.study.statistics import bootstrap
 from empo2_jax.study.tables import Table, tables
 
@@ -66,7 +67,13 @@ def _warnings(results: Results) -> list[str]:
         found.append(f"Runs of {len(results.commits)} commits are compared: {', '.join(results.commits)}.")
     if dirty := [commit for commit in results.commits if commit.endswith("-dirty")]:
         found.append(f"Code that was changed after its commit: {', '.join(dirty)}.")
-    return found
+    return found + tried(results)
+
+
+def tried(results: Results) -> list[str]:
+    """What has to be said of scores that are no evaluation of a trained policy."""
+    names = [name for name in results.names if any(row["protocol"] == TRIED for row in results.of(name))]
+    return [f"{name}: the score is that of its last trial, which has seen test rewards." for name in names]
 
 
 def figures(results: Results) -> list[Figure]:

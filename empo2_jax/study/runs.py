@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from empo2_jax.errors import ConfigError, DataError
@@ -13,6 +14,7 @@ from empo2_jax.run_record import read_facts
 from empo2_jax.study.base import Cell
 
 _ONE_THREAD = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "OMP_NUM_THREADS": "1"}
+EVALUATED, TRIED = "evaluation", "trials"  # without memory; or with reflections of earlier trials
 SPENT = ("environment_steps", "prompt_tokens", "sampled_tokens", "tip_calls")
 
 
@@ -51,19 +53,19 @@ def _empo2(cell: Cell, arguments: Sequence[str]) -> None:
 def row_of(folder: Path) -> Record:
     """What a finished run says, read from its files.
 
-    `score` (points), `success` (share) and `tasks` (points by task) are those of its last evaluation without memory;
+    `score` (points), `success` (share) and `tasks` (points by task) are those of its last evaluation without memory, or
+    of its last trial where `protocol` is `trials`;
     `panel` has one [iteration, points, seconds] per evaluation, `training` one [iteration, points, entropy in nats or
-    None, seconds] per iteration, seconds counted from the start; `memory_share` is that of the rollout time.
+    None, seconds] per iteration, seconds counted from the start; `memory_share` is that of the rollout time, None if
+    unknown.
 
     Raises:
         DataError: a file or a number is missing, or the last evaluation is incomplete; names it.
     """
-    evaluations, metrics = read_jsonl(folder / EVALUATIONS_FILE), read_metrics(folder)
-    if not evaluations:
-        raise DataError(f"{folder / EVALUATIONS_FILE}: no evaluation")
+    metrics, evaluations = read_metrics(folder), _evaluations(folder)
     last = evaluations[-1]
     if not last["complete"]:
-        raise DataError(f"{folder / EVALUATIONS_FILE}: episodes of the last evaluation failed: its score is of a part")
+        raise DataError(f"{folder}: episodes of the last evaluation failed: its score is of a part")
     seconds, training = {0: 0.0}, []
     for record in metrics:
         spent = seconds[record["iteration"] - 1] + _number(folder, record, "timing_s/iteration")
@@ -71,10 +73,9 @@ def row_of(folder: Path) -> Record:
         entropy = record.get("actor/entropy")
         score = _number(folder, record, "episode/score")
         training.append([record["iteration"], score, entropy if isinstance(entropy, float) else None, round(spent, 3)])
-    rollout = sum(_number(folder, record, "timing_s/rollout") for record in metrics)
-    memory = sum(_number(folder, record, "timing_s/memory_in_rollout") for record in metrics)
     return {
         "commit": read_facts(folder).get("commit", ""),
+        "protocol": last["protocol"],
         "score": last["score"],
         "success": last["success"],
         "tasks": task_scores(last),
@@ -82,18 +83,49 @@ def row_of(folder: Path) -> Record:
         "training": training,
         "updates": sum(_number(folder, record, "actor/updates") for record in metrics),
         "seconds": training[-1][3] if training else 0.0,
-        "memory_share": memory / rollout if rollout else 0.0,
+        "memory_share": _memory_share(metrics),
         **{key: _number(folder, metrics[-1], f"total/{key}") if metrics else 0.0 for key in SPENT},
         **_adaptation(folder),
     }
+
+
+def _evaluations(folder: Path) -> list[Record]:
+    """Evaluations of a trained policy; where nothing is trained (Reflexion), one per trial on the panel."""
+    file, trials = folder / EVALUATIONS_FILE, folder / ADAPTATIONS_FILE
+    lines = read_jsonl(file) if file.is_file() else []
+    if lines:
+        return [line | {"protocol": EVALUATED} for line in lines]
+    if not trials.is_file():
+        raise DataError(f"{file}: no evaluation")
+    record = read_jsonl(trials)[-1]
+    return [
+        {
+            "protocol": TRIED,
+            "iteration": place + 1,
+            "score": score,
+            "success": record["success"][place],
+            "complete": record["complete"],
+            "rows": [row | {"scores": row["scores"][place : place + 1]} for row in record["rows"]],
+        }
+        for place, score in enumerate(record["score"])
+    ]
+
+
+def _memory_share(metrics: Sequence[Record]) -> float | None:
+    """Share of the rollout time that memory took; None where the run does not say."""
+    keys = ("timing_s/memory_in_rollout", "timing_s/rollout")
+    if not metrics or not all(key in record for key in keys for record in metrics):
+        return None
+    memory, rollout = (sum(record[key] for record in metrics) for key in keys)
+    return memory / rollout
 
 
 def task_scores(evaluation: Record) -> dict[str, float]:
     """Points by task of an evaluation: means over repeats, then variations."""
     cells: dict[str, list[float]] = {}
     for row in evaluation["rows"]:
-        cells.setdefault(row["task"], []).append(sum(row["scores"]) / len(row["scores"]))
-    return {task: sum(values) / len(values) for task, values in cells.items()}
+        cells.setdefault(row["task"], []).append(fmean(row["scores"]))
+    return {task: fmean(values) for task, values in cells.items()}
 
 
 def _adaptation(folder: Path) -> dict[str, Any]:

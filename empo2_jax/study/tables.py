@@ -79,9 +79,9 @@ def cost(results: Results) -> Table:
     rows = []
     for name in results.names:
         mine = results.of(name)
-        share = 100 * fmean(row["memory_share"] for row in mine)
+        shares = [row["memory_share"] for row in mine if row["memory_share"] is not None]
         means = [fmean(row[key] for row in mine) for key in ("seconds", "updates", *SPENT)]
-        rows.append([name, *(f"{value:,.0f}" for value in means), f"{share:.0f}"])
+        rows.append([name, *(f"{value:,.0f}" for value in means), f"{100 * fmean(shares):.0f}" if shares else "–"])
     columns = ["arm", "seconds", "updates", *(key.replace("_", " ") for key in SPENT), "memory, % of rollout"]
     return Table("Cost", "Means over runs; seconds of training without start and evaluation.", columns, rows)
 

@@ -15,14 +15,14 @@ ROOT = Path(__file__).parents[2]
 def test_shipped_studies_have_valid_arms(path: Path) -> None:
     study = load_study(path)
     assert study.reference == "grpo" and study.tested == "empo2"
-    assert study.seeds >= 3 and {"empo2", "grpo", "naive"} <= study.arms.keys()
-    assert study.arms["naive"].config(0).run.iterations == 0
+    assert study.seeds >= 3
 
 
 def test_the_toy_study_compares_what_the_readme_says() -> None:
     study = load_study(ROOT / "configs/studies/toy.toml")
     assert study.seeds >= 10
-    assert {"grpo_novelty", "behavior", "mode_iteration", "mode_group"} <= study.arms.keys()
+    assert study.arms["naive"].config(0).run.iterations == 0
+    assert {"gigpo", "grpo_novelty", "behavior", "mode_iteration", "mode_group"} <= study.arms.keys()
     assert 'algorithm.off_policy_denominator="behavior"' in study.arms["behavior"].overrides
 
 

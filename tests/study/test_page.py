@@ -20,6 +20,8 @@ def test_tables_have_the_numbers() -> None:
     assert seeds(results).rows == [["0", "80.0", "10.0"], ["1", "90.0", "30.0"], ["2", "100.0", "missing"],
                                    ["3", "70.0", "missing"]]  # fmt: skip
     assert cost(results).rows[0] == ["new", "120", "8", "10", "20", "30", "4", "25"]
+    unknown = [row | {"memory_share": None} for row in results.rows]
+    assert cost(replace(results, rows=unknown)).rows[0][-1] == "–"
     assert [table.title for table in tables(results)] == ["Scores", "Seeds", "Cost"]
     rows = [row | {"tasks": {"lamp": 10.0, "door": 30.0}} for row in results.rows]
     named = {table.title: table for table in tables(replace(results, rows=rows))}
@@ -45,6 +47,14 @@ def test_figures_have_the_curves_of_the_rows() -> None:
     assert made["Adaptation"].table.rows[1] == ["new", "2", "8"]
     assert made["What each change costs"].table.rows[0][:2] == ["new − old", "60"]
     assert "Adaptation" not in {figure.title for figure in figures(results)}
+
+
+def test_scores_that_have_seen_test_rewards_are_marked(tmp_path: Path) -> None:
+    results = make_results(SCORES)
+    rows = [row | ({"protocol": "trials"} if row["arm"] == "old" else {}) for row in results.rows]
+    text = write_page(replace(results, rows=rows), tmp_path / "p.html").read_text()
+    assert "old: the score is that of its last trial, which has seen test rewards." in text
+    assert "new: the score" not in text
 
 
 def test_every_figure_names_command_commit_and_configurations(tmp_path: Path) -> None:

@@ -12,7 +12,12 @@ from tests.fixtures.studies import make_run
 
 def test_the_row_of_a_run(tmp_path: Path) -> None:
     row = row_of(make_run(tmp_path / "run", 40.0, commit="abc"))
-    assert row["commit"] == "abc" and row["score"] == 40.0 and row["tasks"] == {"lamp": 40.0}
+    assert (
+        row["commit"] == "abc"
+        and row["protocol"] == "evaluation"
+        and row["score"] == 40.0
+        and row["tasks"] == {"lamp": 40.0}
+    )
     assert row["panel"] == [[0, 0.0, 0.0], [2, 40.0, 60.0]]
     assert row["training"] == [[1, 20.0, 1.5, 30.0], [2, 40.0, 1.5, 60.0]]
     assert row["updates"] == 8.0 and row["seconds"] == 60.0 and row["memory_share"] == 0.25
@@ -25,6 +30,26 @@ def test_the_newest_adaptation_is_part_of_it(tmp_path: Path) -> None:
     log.append({"score": [1.0, 0.0], "best_score": [1.0, 1.0]})
     log.close()
     assert row_of(folder)["adaptation"] == {"score": [1.0, 0.0], "best": [1.0, 1.0]}
+
+
+def test_trials_are_the_evaluation_where_nothing_is_trained(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", 40.0)
+    (folder / "evaluations.jsonl").unlink()
+    log = JsonLines(folder / "adaptations.jsonl")
+    rows = [{"task": "lamp", "variation": v, "scores": [0.0, 30.0 + 20 * v]} for v in (0, 1)]
+    numbers = {"score": [0.0, 40.0], "best_score": [0.0, 40.0], "success": [0.0, 0.5], "complete": True}
+    log.append({"rows": rows, **numbers})
+    log.close()
+    row = row_of(folder)
+    assert (row["protocol"], row["score"], row["success"], row["tasks"]) == ("trials", 40.0, 0.5, {"lamp": 40.0})
+    assert row["panel"] == [[1, 0.0, 30.0], [2, 40.0, 60.0]]
+
+
+def test_an_unknown_share_of_memory_is_no_number(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", 40.0)
+    text = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(text.replace('"timing_s/memory_in_rollout":5.0,', "", 1))
+    assert row_of(folder)["memory_share"] is None
 
 
 def test_scores_of_tasks_are_means_over_repeats_then_variations() -> None:
