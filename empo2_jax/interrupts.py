@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Generator
 from contextlib import contextmanager
+from types import FrameType
 
 
 class Stopped(Exception):
@@ -23,3 +24,17 @@ def uninterrupted() -> Generator[None, None, None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if pressed:
         raise KeyboardInterrupt
+
+
+@contextmanager
+def stopped_by_sigterm(text: str) -> Generator[None, None, None]:
+    """SIGTERM raises `Stopped(text)` inside the block, as Ctrl-C raises; for the main thread."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Stopped(text)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

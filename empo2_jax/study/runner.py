@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from empo2_jax.errors import ConfigError, DataError
+from empo2_jax.interrupts import Stopped, stopped_by_sigterm
 from empo2_jax.metrics import JsonLines, Record, read_jsonl
 from empo2_jax.study.base import Cell, Study, cells_of, load_study
 from empo2_jax.study.page import PAGE_FILE, write_page
@@ -24,7 +25,7 @@ from empo2_jax.study.results import (
     read_results,
     write_results,
 )
-from empo2_jax.study.runs import claim, run_cell, train_command
+from empo2_jax.study.runs import Processes, claim, run_cell, train_command
 from empo2_jax.study.tables import print_results
 
 ROWS_FILE = "rows.jsonl"
@@ -58,6 +59,7 @@ def run_studies(
     Raises:
         ConfigError: an argument that cannot work; nothing was run.
         DataError: some runs failed; everything else was run and written.
+        Stopped: by SIGTERM, as by Ctrl-C: the runs were asked to stop and have saved what was complete.
     """
     if jobs < 1:
         raise ConfigError(f"--jobs {jobs}: at least 1 is allowed")
@@ -70,7 +72,8 @@ def run_studies(
         raise ConfigError(f"--check needs at least {LEAST_SEEDS} seeds, not {count}: fewer have no interval")
     good, failed = True, []
     for study, cells in zip(studies, grids, strict=True):
-        results = _run(study, cells, out / study.name, jobs, shlex.join(command))
+        with stopped_by_sigterm(f"study {study.name}: stopped"):
+            results = _run(study, cells, out / study.name, jobs, shlex.join(command))
         print_results(results)
         good &= results.better if committed is None else _reproduced(committed, results)
         failed += [f"study {study.name}: {reason}" for reason in results.failed]
@@ -103,9 +106,9 @@ def _run(study: Study, cells: Sequence[Cell], out: Path, jobs: int, command: str
     missing = [cell for cell in cells if (cell.arm.name, cell.seed) not in rows]
     failed: list[str] = []
     console = Console()
-    threads = ThreadPoolExecutor(max_workers=jobs)
+    threads, processes = ThreadPoolExecutor(max_workers=jobs), Processes()
     try:
-        futures = {threads.submit(run_cell, cell, _folder(out, cell)): cell for cell in missing}
+        futures = {threads.submit(run_cell, cell, _folder(out, cell), processes): cell for cell in missing}
         for future in as_completed(futures):
             cell = futures[future]
             try:
@@ -117,6 +120,9 @@ def _run(study: Study, cells: Sequence[Cell], out: Path, jobs: int, command: str
             log.append(row)
             rows[cell.arm.name, cell.seed] = row
             console.print(f"{len(rows)}/{len(cells)} {cell}: {row['score']:.1f} ({row['seconds']:.0f} s)", markup=False)
+    except (KeyboardInterrupt, Stopped):
+        processes.stop()
+        raise
     finally:
         threads.shutdown(cancel_futures=True)
         log.close()

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -27,26 +28,60 @@ def train_command(cell: Cell, folder: Path) -> list[str]:
     return command
 
 
-def run_cell(cell: Cell, folder: Path) -> Record:
+class Processes:
+    """The `empo2` processes of a study: started from several threads, ended together."""
+
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen[str]] = set()
+        self._lock, self._stopped = threading.Lock(), False
+
+    def run(self, arguments: Sequence[str]) -> tuple[int, str]:
+        """Run one command to its end; its exit code and what it said on standard error."""
+        command = [sys.executable, "-m", "empo2_jax", *arguments]
+        with self._lock:
+            if self._stopped:
+                return 143, "stopped"
+            process = subprocess.Popen(
+                command,
+                env=os.environ | _ONE_THREAD,
+                text=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+            )
+            self._running.add(process)
+        _, errors = process.communicate()
+        with self._lock:
+            self._running.discard(process)
+        return process.returncode, errors
+
+    def stop(self) -> None:
+        """Ask all to stop; a run saves what is complete."""
+        with self._lock:
+            self._stopped = True
+            for process in self._running:
+                process.terminate()
+
+
+def run_cell(cell: Cell, folder: Path, processes: Processes) -> Record:
     """Train (or continue) in `folder`, adapt where that is wanted, and return the row.
 
     Raises:
         DataError: a process failed or left too little; the message names the run and the reason.
     """
-    _empo2(cell, train_command(cell, folder))
+    _empo2(cell, train_command(cell, folder), processes)
     if cell.trials and len(_adaptation(folder).get("adaptation", {}).get("score", ())) != cell.trials:
-        _empo2(cell, ["adapt", str(folder), "--trials", str(cell.trials)])
+        _empo2(cell, ["adapt", str(folder), "--trials", str(cell.trials)], processes)
     try:
         return {"arm": cell.arm.name, "seed": cell.seed, "fingerprint": cell.fingerprint(), **row_of(folder)}
     except DataError as error:
         raise DataError(f"{cell}: {error}") from None
 
 
-def _empo2(cell: Cell, arguments: Sequence[str]) -> None:
-    command = [sys.executable, "-m", "empo2_jax", *arguments]
-    done = subprocess.run(command, env=os.environ | _ONE_THREAD, capture_output=True, text=True, check=False)
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1].removeprefix("error: ")
+def _empo2(cell: Cell, arguments: Sequence[str], processes: Processes) -> None:
+    code, errors = processes.run(arguments)
+    if code:
+        reason = (errors.strip().splitlines() or [f"exit code {code}"])[-1].removeprefix("error: ")
         raise DataError(f"{cell} failed: {reason}")
 
 
@@ -54,10 +89,9 @@ def row_of(folder: Path) -> Record:
     """What a finished run says, read from its files.
 
     `score` (points), `success` (share) and `tasks` (points by task) are those of its last evaluation without memory, or
-    of its last trial where `protocol` is `trials`;
-    `panel` has one [iteration, points, seconds] per evaluation, `training` one [iteration, points, entropy in nats or
-    None, seconds] per iteration, seconds counted from the start; `memory_share` is that of the rollout time, None if
-    unknown.
+    of its last trial where `protocol` is `trials`; `panel` has one [iteration, points, seconds] per evaluation,
+    `training` one [iteration, points, entropy in nats or None, seconds] per iteration, seconds counted from the start;
+    `memory_share` is that of the rollout time, None if unknown.
 
     Raises:
         DataError: a file or a number is missing, or the last evaluation is incomplete; names it.
@@ -66,20 +100,21 @@ def row_of(folder: Path) -> Record:
     last = evaluations[-1]
     if not last["complete"]:
         raise DataError(f"{folder}: episodes of the last evaluation failed: its score is of a part")
-    seconds, training = {0: 0.0}, []
+    panel = {line["iteration"]: line["score"] for line in evaluations}  # at 0 that after the warm start
+    spent, seconds, training = 0.0, {0: 0.0}, []
     for record in metrics:
-        spent = seconds[record["iteration"] - 1] + _number(folder, record, "timing_s/iteration")
-        seconds[record["iteration"]] = round(spent, 3)
-        entropy = record.get("actor/entropy")
-        score = _number(folder, record, "episode/score")
-        training.append([record["iteration"], score, entropy if isinstance(entropy, float) else None, round(spent, 3)])
+        spent += _number(folder, record, "timing_s/iteration")
+        seconds[record["iteration"]] = spent
+        score, entropy = _number(folder, record, "episode/score"), record.get("actor/entropy")
+        nats = round(entropy, 4) if isinstance(entropy, float) else None
+        training.append([record["iteration"], round(score, 3), nats, round(spent, 1)])
     return {
         "commit": read_facts(folder).get("commit", ""),
         "protocol": last["protocol"],
         "score": last["score"],
         "success": last["success"],
         "tasks": task_scores(last),
-        "panel": [[line["iteration"], line["score"], seconds.get(line["iteration"], 0.0)] for line in evaluations],
+        "panel": [[at, score, round(seconds.get(at, 0.0), 1)] for at, score in panel.items()],
         "training": training,
         "updates": sum(_number(folder, record, "actor/updates") for record in metrics),
         "seconds": training[-1][3] if training else 0.0,

@@ -4,9 +4,12 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from empo2_jax.study.page import figures, write_page
 from empo2_jax.study.statistics import Estimate
 from empo2_jax.study.tables import cost, interval_text, scores, seeds, tables
+from tests.fixtures.browser import CHROMIUM, browser
 from tests.fixtures.studies import make_results, make_row
 
 SCORES = {"new": [80.0, 90.0, 100.0, 70.0], "old": [10.0, 30.0, 20.0, 40.0]}
@@ -70,3 +73,23 @@ def test_every_figure_names_command_commit_and_configurations(tmp_path: Path) ->
     assert "<b>" not in text and "<i>" not in text and "&lt;b&gt;" in text
     assert "http" not in text and "<script" not in text
     assert "<code>base.toml</code><br><code>x=0</code>" in text
+
+
+@pytest.mark.medium
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_page_fits_a_phone_and_a_desk_in_a_real_browser(tmp_path: Path, width: int) -> None:
+    arms = {name: [50.0, 60.0, 70.0] for name in ("new", "old", *(f"a_rather_long_name_{n}" for n in range(8)))}
+    page = write_page(make_results(arms), tmp_path / "page.html")
+    with browser(tmp_path / "profile") as tab:
+        tab.call("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=width < 500)
+        tab.open(page.as_uri())
+        tab.wait("document.readyState === 'complete' && document.querySelectorAll('figure').length === 6")
+        assert tab.evaluate("document.documentElement.scrollWidth") <= width
+        # wide tables scroll in themselves, and the keyboard gets there
+        assert tab.evaluate("[...document.querySelectorAll('.scroll')].every(box => box.tabIndex === 0)")
+        assert tab.evaluate("[...document.querySelectorAll('svg')].every(svg => svg.getAttribute('aria-label'))")
+        tab.evaluate("document.querySelector('summary').click()")
+        assert tab.evaluate("document.querySelector('figure details').open")
+        targets = "[...document.querySelectorAll('nav a')].map(a => document.querySelector(a.getAttribute('href')))"
+        assert tab.evaluate(f"{targets}.every(Boolean)")

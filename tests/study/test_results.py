@@ -9,9 +9,11 @@ import pytest
 
 from empo2_jax.errors import DataError
 from empo2_jax.study.base import cells_of, load_study
+from empo2_jax.study.page import write_page
 from empo2_jax.study.results import RESULTS_FILE, collect, differences, read_results, write_results
 from tests.fixtures.studies import make_results, make_row, make_study
 
+ROOT = Path(__file__).parents[2]
 SCORES = {"new": [80.0, 90.0, 100.0, 70.0], "old": [10.0, 30.0, 20.0, 40.0]}
 
 
@@ -21,6 +23,14 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
     assert read_results(tmp_path / RESULTS_FILE) == results
     lines = (tmp_path / RESULTS_FILE).read_text().splitlines()
     assert sum(line.startswith('  {"arm"') for line in lines) == 8  # a run a line
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*.json")), ids=lambda path: path.stem)
+def test_committed_results_are_of_their_study_and_make_a_page(path: Path, tmp_path: Path) -> None:
+    results, study = read_results(path), load_study(ROOT / f"configs/studies/{path.stem}.toml")
+    assert results.study == study.name and set(results.arms) <= set(study.arms)
+    assert not results.failed and not differences(results, results)
+    assert write_page(results, tmp_path / "page.html").stat().st_size > 10_000
 
 
 def test_estimates() -> None:

@@ -1,10 +1,12 @@
 """What is run, what is kept, what a failure leaves; with runs that are made up, and once with real processes."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 
+from empo2_jax.checkpoint import CheckpointStore, RunLock
 from empo2_jax.cli import main
 from empo2_jax.errors import ConfigError, DataError
 from empo2_jax.metrics import Record, read_jsonl
@@ -12,6 +14,8 @@ from empo2_jax.study import runner
 from empo2_jax.study.base import Cell
 from empo2_jax.study.page import PAGE_FILE
 from empo2_jax.study.results import RESULTS_FILE, read_results, write_results
+from empo2_jax.study.runs import Processes
+from tests.fixtures.processes import line_count, start, stop_when
 from tests.fixtures.studies import make_row, make_study
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +27,7 @@ class Runs:
     def __init__(self, *failing: tuple[str, int]) -> None:
         self.failing, self.cells = failing, []
 
-    def __call__(self, cell: Cell, folder: Path) -> Record:
+    def __call__(self, cell: Cell, folder: Path, processes: Processes) -> Record:
         self.cells.append((cell.arm.name, cell.seed))
         if self.cells[-1] in self.failing:
             raise DataError(f"{cell} failed: no Java")
@@ -162,3 +166,20 @@ def test_real_runs_and_a_failing_one(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert len(empo2["training"]) == 1 and empo2["environment_steps"] > 0 and len(empo2["adaptation"]["best"]) == 1
     assert naive["training"] == [] and naive["panel"] == [[0, naive["score"], 0.0]]
     assert len(read_jsonl(tmp_path / "out/real/rows.jsonl")) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_study_leaves_no_process_and_goes_on(tmp_path: Path, number: signal.Signals) -> None:
+    path, out = tmp_path / "real.toml", tmp_path / "out"
+    small = "run.iterations = 3\nrollout.tasks_per_iteration = 2\nrollout.group_size = 2\ncheckpoint.every = 1\n"
+    path.write_text(f'base = "{ROOT}/configs/toy.toml"\nseeds = 1\nreference = "a"\n[arms.a]\n{small}')
+    run_dir = out / "real/a/seed0"
+    process = start("study", str(path), "--out", str(out))
+    code, errors = stop_when(process, lambda: line_count(run_dir / "metrics.jsonl") > 0, number)
+    said = {signal.SIGTERM: (143, "study real: stopped"), signal.SIGINT: (130, "interrupted")}[number]
+    assert (code, errors.strip()) == (said[0], f"{said[1]}; resume with: empo2 study {path} --out {out}")
+    with RunLock(run_dir):
+        assert CheckpointStore(run_dir, keep=1).latest() is not None
+    assert main(["study", str(path), "--out", str(out)]) == 1  # one arm is never better than itself
+    assert len(read_results(out / "real" / RESULTS_FILE).rows[0]["training"]) == 3

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from empo2_jax.errors import DataError
-from empo2_jax.metrics import JsonLines
+from empo2_jax.metrics import JsonLines, read_jsonl
 from empo2_jax.study.runs import row_of, task_scores
 from tests.fixtures.studies import make_run
 
@@ -22,6 +22,16 @@ def test_the_row_of_a_run(tmp_path: Path) -> None:
     assert row["training"] == [[1, 20.0, 1.5, 30.0], [2, 40.0, 1.5, 60.0]]
     assert row["updates"] == 8.0 and row["seconds"] == 60.0 and row["memory_share"] == 0.25
     assert row["tip_calls"] == 10.0 and "adaptation" not in row
+
+
+def test_the_start_is_the_policy_after_the_warm_start(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", 40.0)
+    first, *others = read_jsonl(folder / "evaluations.jsonl")
+    log = JsonLines(folder / "evaluations.jsonl", keep=0)
+    for line in (first, first | {"score": 7.0}, *others):
+        log.append(line)
+    log.close()
+    assert row_of(folder)["panel"] == [[0, 7.0, 0.0], [2, 40.0, 60.0]]
 
 
 def test_the_newest_adaptation_is_part_of_it(tmp_path: Path) -> None:
