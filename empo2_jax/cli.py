@@ -195,7 +195,8 @@ def _train(options: argparse.Namespace) -> int:
         with uninterrupted():
             from empo2_jax import fork
             from empo2_jax.dry_run import lines
-        changed = fork.changed_keys(fork.parse_source(options.source)[0], config) if options.source else {}
+        source = fork.parse_source(options.source) if options.source else None
+        changed = fork.check_fork(*source, config)["changed"] if source else {}
         print("\n".join([dump_toml(config), *lines(config)]))
         print("".join(f"changed by the fork: {key} {old} → {new}\n" for key, (old, new) in changed.items()), end="")
         return 0

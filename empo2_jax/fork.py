@@ -48,8 +48,8 @@ def changed_keys(source: Path, config: Config) -> dict[str, list[Any]]:
     return changed
 
 
-def fork(source: Path, step: int | None, config: Config) -> Path:
-    """Make the run directory of `config` from a checkpoint of `source`; a fork that is there already stays as it is.
+def check_fork(source: Path, step: int | None, config: Config) -> dict[str, Any]:
+    """What `fork.json` will say, or says already: run, step, hash of the checkpoint, changed keys; nothing is written.
 
     Args:
         source: Run directory.
@@ -63,22 +63,31 @@ def fork(source: Path, step: int | None, config: Config) -> Path:
     target, changed = config.run_dir, changed_keys(source, config)
     if target.resolve() == source.resolve():
         raise ConfigError(f"--from {source}: a fork needs a directory of its own; set --run.dir")
-    store = CheckpointStore(source, keep=1)
-    made = _read_fork(target)
-    chosen = made["step"] if made and step is None else store.latest() if step is None else step
+    store, made = CheckpointStore(source, keep=1), _read_fork(target)
+    newest = (number for number in reversed(store.steps()) if store.problem(number) is None)  # process 0 alone is here
+    chosen = step if step is not None else made["step"] if made else next(newest, None)
     if chosen is None:
-        raise CheckpointError(f"{source}: no checkpoint")
+        raise CheckpointError(f"{source}: no good checkpoint")
     origin = {"run": str(source.resolve()), "step": chosen}
-    if made:
-        if {key: made[key] for key in origin} != origin:
-            raise CheckpointError(f"{target}: a fork of {made['run']}@{made['step']}; use another run.dir")
-        return target
-    if target.exists() and any(target.iterdir()):
+    if made and {key: made[key] for key in origin} != origin:
+        raise CheckpointError(f"{target}: a fork of {made['run']}@{made['step']}; use another run.dir")
+    if not made and target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target}: not empty; use another run.dir for the fork")
+    return made or {**origin, "hash": store.content_hash(chosen), "changed": changed}
+
+
+def fork(source: Path, step: int | None, config: Config) -> Path:
+    """Make the run directory of `config` from a checkpoint of `source`; a fork that is there already stays as it is.
+
+    Raises:
+        Empo2Error: as `check_fork`.
+    """
+    target, record = config.run_dir, check_fork(source, step, config)
+    if (target / FORK_FILE).is_file():
+        return target
     draft = target.with_name(f".{target.name}.fork")
     shutil.rmtree(draft, ignore_errors=True)
-    record = {**origin, "hash": store.content_hash(chosen), "changed": changed}
-    _copy(source, chosen, draft)
+    _copy(source, record["step"], draft)
     write_atomically(draft / CONFIG_FILE, dump_toml(config))
     write_atomically(draft / FORK_FILE, json.dumps(record, ensure_ascii=False, indent=1) + "\n")
     draft.rename(target)

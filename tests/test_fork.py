@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from empo2_jax.checkpoint import CheckpointStore
+from empo2_jax.cli import main
 from empo2_jax.config import Config
 from empo2_jax.config_file import dump_toml, load_config
 from empo2_jax.errors import CheckpointError, ConfigError, DataError
@@ -73,6 +74,17 @@ def test_the_newest_checkpoint_is_taken_and_the_same_command_goes_on(source: Pat
     assert (target / "mark").exists()
     with pytest.raises(CheckpointError, match=r"fork: a fork of .*source@2; use another run.dir"):
         fork(source, 1, config)
+
+
+def test_a_dry_run_names_the_changes_and_refuses_what_the_run_refuses(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train", str(source / "config.toml"), "--run.dir", str(tmp_path / "fork"), "--dry-run", "--from"]
+    assert main([*arguments, f"{source}@1", "--algorithm.p_memory", "0.5"]) == 0
+    assert capsys.readouterr().out.endswith("changed by the fork: algorithm.p_memory 0.25 → 0.5\n")
+    assert main([*arguments, f"{source}@7"]) == 2
+    assert "7: no such checkpoint; there are [1, 2]" in capsys.readouterr().err
+    assert not (tmp_path / "fork").exists()
 
 
 def test_what_is_in_the_way_is_refused(source: Path, tmp_path: Path) -> None:
