@@ -25,7 +25,7 @@ from empo2_jax.memory.base import Embedder, VectorIndex
 from empo2_jax.memory.novelty import NoveltyStore
 from empo2_jax.memory.tips import TipMemory
 from empo2_jax.models.hf_weights import load_model, weights_hash
-from empo2_jax.models.lora import adapt, split
+from empo2_jax.models.lora import adapt, merged, split
 from empo2_jax.models.qwen2 import Qwen2
 from empo2_jax.models.sharding import make_mesh
 from empo2_jax.models.tokenizer import Tokenizer
@@ -184,19 +184,23 @@ def make_engine(config: Config, policy: Policy) -> Engine:
             f"rollout.max_length + memory.tip_max_tokens + {TIP_ROOM} = {length} exceeds the {limit} positions of "
             f"{config.model.path}"
         )
-    several = distributed.current().size > 1
     if config.rollout.engine == "sglang":
-        if several:
-            raise ConfigError(
-                'rollout.engine = "sglang" with several processes: one with all devices of its host is allowed'
-            )
         remote = importlib.import_module("empo2_jax.remote_engine")
         return remote.make_remote_engine(config, policy.model, policy.tokenizer, policy.folder, policy.mesh, length)
     model = policy.model
-    if several:
+    if distributed.current().size > 1:
         graphdef, params = nnx.split(model)
         model = nnx.merge(graphdef, distributed.own_copy(params))
     return JaxEngine(model, slots=config.rollout.slots, max_length=length)
+
+
+def served_params(config: Config, trainable: Any, frozen: Any) -> Any:
+    """Weights for the engine, of which no array will be donated: as placed for servers, which all processes publish
+    together, else whole in every process.
+    """
+    own = distributed.own_copy if config.rollout.engine == "jax" else distributed.copy
+    whole = frozen if own is distributed.copy or distributed.current().size == 1 else own(frozen)
+    return merged(own(trainable), whole, config.lora.scale)
 
 
 def make_collector(config: Config, policy: Policy, engine: Engine, family: EnvironmentFamily) -> Collector:

@@ -103,6 +103,9 @@ class RolloutConfig(Section):
     canary_tolerance: NonNegative = Field(
         0.0, description="nats between server and trainer on a fixed prompt; 0 = 1e-4, or 5e-2 where bf16 is involved"
     )
+    release_memory: bool = Field(
+        False, description="the engine gives weights and caches back during updates, which run on the same chips"
+    )
     in_flight: Positive = Field(64, description="requests at a time and server")
     attempts: Positive = Field(5, description="of one request, on other servers where there are any")
     request_timeout_s: float = Field(300.0, gt=0, description="seconds for one completion")

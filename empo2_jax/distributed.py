@@ -357,10 +357,15 @@ def whole(array: Any) -> np.ndarray:
     return np.asarray(_replicated(array))
 
 
+def copy(tree: Any) -> Any:
+    """A copy that lies as the original; called by all processes."""
+    return jax.tree.map(lambda leaf: leaf.copy(), tree)
+
+
 def own_copy(tree: Any) -> Any:
     """A copy for this process alone: as placed if there is one process, else whole on its first device."""
     if jax.process_count() == 1:
-        return jax.tree.map(lambda leaf: leaf.copy(), tree)
+        return copy(tree)
     # One leaf at a time: a replica of all of them on every device would not fit.
     return jax.tree.map(lambda leaf: _replicated(leaf).addressable_data(0).copy(), tree)
 

@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Float32, Int32
 
+from empo2_jax import distributed
 from empo2_jax.config import Config
 from empo2_jax.errors import ConfigError
 from empo2_jax.learner.optim import policy_optimizer
@@ -26,7 +27,7 @@ from empo2_jax.models.qwen2_config import Qwen2Config
 from empo2_jax.models.tokenizer import Tokenizer
 from empo2_jax.rollout.sglang import SglangEngine
 from empo2_jax.rollout.sglang_client import Access
-from empo2_jax.rollout.sglang_pool import PoolSettings
+from empo2_jax.rollout.sglang_member import PoolSettings
 from empo2_jax.sync.bundle import read_bundle
 from empo2_jax.sync.manifest import versions
 from empo2_jax.sync.orbax_publish import Publisher
@@ -82,12 +83,13 @@ def make_remote_engine(
             seed=config.run.seed,
         ),
         max_length=max_length,
-        vocab_size=model.config.vocab_size,
+        model=model.config,
         canary_ids=ids,
         canary_tolerance=config.canary_tolerance,
         publish=PublishedWeights(weights.resolve(), model.config, dtype=dtype, tokenizer_folder=folder),
         score=canary_scorer(config, model, mesh, ids),
         validate=partial(read_bundle, model_config=model.config),
+        processes=distributed.current(),
         router=rollout.router,
     )
 
@@ -110,7 +112,7 @@ def server_urls(servers: tuple[str, ...]) -> list[str]:
 
 
 class PublishedWeights:
-    """Versions under one folder, as `rollout.weights.Publish`; one writer at a time."""
+    """Versions under one folder, as `rollout.weights.Publish`; one run writes at a time, all its processes together."""
 
     def __init__(self, root: Path, config: Qwen2Config, *, dtype: str, tokenizer_folder: Path):
         self._root = root
@@ -120,7 +122,8 @@ class PublishedWeights:
 
     def __call__(self, params: Any, policy_version: int) -> Path:
         """Write a version; newer ones, of a run that went back, are set aside."""
-        if any(known >= policy_version for known in versions(self._root)):
+        newest = distributed.current().first(lambda: max(versions(self._root), default=-1), "published versions")
+        if newest >= policy_version:
             self._publisher.set_aside_from(policy_version)
         return self._publisher.publish(params, policy_version).wait()
 

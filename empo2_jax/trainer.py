@@ -32,7 +32,6 @@ from empo2_jax.learner.optim import policy_rate
 from empo2_jax.learner.step import LearnerState
 from empo2_jax.memory.novelty import PendingVisits, novelty_key
 from empo2_jax.metrics import Stopwatch, write_atomically
-from empo2_jax.models.lora import merged
 from empo2_jax.ops.losses import finalize_metrics
 from empo2_jax.progress import RunProgress, note
 from empo2_jax.randomness import generator
@@ -178,8 +177,7 @@ class Trainer:
         with RunProgress(total, self.iteration) as progress:
             while self.iteration < total:
                 metrics = self.iterate()
-                last = self.iteration == total
-                every = self.config.evaluation.every
+                last, every = self.iteration == total, self.config.evaluation.every
                 if last or (every and self.iteration % every == 0):
                     metrics |= self.evaluate("end" if last else "during")
                 self.logs.iteration(self.iteration, metrics)
@@ -192,8 +190,9 @@ class Trainer:
         """One iteration; afterwards `self.iteration` counts it."""
         clock = Stopwatch()
         memory_before = self.collector.memory_seconds
-        groups = self.collect()
-        self._complete = False
+        groups, self._complete = self.collect(), False
+        if self.config.rollout.release_memory:
+            self.engine.release_memory()
         refuse_many_failures([episode for group in groups for episode in group.episodes])
         clock.lap("rollout")
         groups, pending = self.reward_novelty(groups)
@@ -368,9 +367,7 @@ class Trainer:
 
     def _served(self) -> Any:
         """Weights for the engine: no array of them will be donated."""
-        own = distributed.own_copy
-        frozen = self.parts.frozen if self.gang.size == 1 else own(self.parts.frozen)
-        return merged(own(self.state.params), frozen, self.config.lora.scale)
+        return assembly.served_params(self.config, self.state.params, self.parts.frozen)
 
     def _traffic(self, groups: Sequence[EpisodeGroup]) -> dict[str, float]:
         """Count what was spent; modes as shares of the episodes."""

@@ -112,6 +112,10 @@ class WatchedEngine:
         self._engine.load(params, policy_version)
         self.policy_version = policy_version
 
+    def release_memory(self) -> None:
+        """As the engine."""
+        self._engine.release_memory()
+
     def close(self) -> None:
         """As the engine."""
         self._engine.close()

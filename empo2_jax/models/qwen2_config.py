@@ -76,6 +76,12 @@ class Qwen2Config:
         """Attention window of a layer in tokens, `None` for full attention."""
         return self.sliding_window if layer >= self.max_window_layers else None
 
+    def differences(self, other: "Qwen2Config") -> list[tuple[str, Any, Any]]:
+        """What keeps weights of `other` from being this model's: name, value here, value there."""
+        theirs = asdict(other)
+        pairs = [(name, value, theirs[name]) for name, value in asdict(self).items() if name != "initializer_range"]
+        return [(name, value, found) for name, value, found in pairs if value != found]
+
     @property
     def num_parameters(self) -> int:
         """Number of trainable values."""

@@ -8,12 +8,15 @@ a result depends neither on the slot nor on the batch it ran in.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float32, Int32, UInt32
 
 from empo2_jax.errors import EngineError
+
+MemoryPart = Literal["kv_cache", "weights"]
+MEMORY_PARTS: tuple[MemoryPart, ...] = ("kv_cache", "weights")
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,10 @@ class Engine(Protocol):
 
     def load(self, params: Any, policy_version: int) -> None:
         """Serve these weights from now on; every cached KV of older weights is dropped."""
+        ...
+
+    def release_memory(self) -> None:
+        """Give the memory of weights and caches back until the next `load`; nothing can be sampled before it."""
         ...
 
     def close(self) -> None:

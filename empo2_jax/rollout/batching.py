@@ -10,13 +10,14 @@ Not here: HTTP (`http_api.py`), what an engine computes (`stepwise.py`).
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Literal
 
 from empo2_jax.errors import Empo2Error, EngineError
+from empo2_jax.rollout.base import MemoryPart
 from empo2_jax.rollout.stepwise import Job, StepEngine
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -73,6 +74,7 @@ class Batcher:
         self._running: list[Ticket] = []
         self._commands: deque[_Command] = deque()
         self._paused = False
+        self._released: set[MemoryPart] = set()  # what was given back
         self._deadline: float | None = None  # of an ending thread, time.monotonic
         self._thread = threading.Thread(target=self._serve, name="batcher", daemon=True)
         self._thread.start()
@@ -102,6 +104,11 @@ class Batcher:
         """Whether jobs stand still."""
         return self._paused
 
+    @property
+    def released(self) -> list[MemoryPart]:
+        """Memory that was given back; no job is taken while there is any."""
+        return sorted(self._released)
+
     def submit(self, tickets: Sequence[Ticket]) -> None:
         """Queue jobs; their futures give them back finished.
 
@@ -114,6 +121,8 @@ class Batcher:
         with self._guard:
             if self._deadline is not None or self._ended:
                 raise EngineError("the engine is shutting down")
+            if self._released:
+                raise EngineError(f"the memory of {', '.join(self.released)} was given back and must be resumed first")
             taken = [ticket.rid for ticket in tickets if ticket.rid in self._arriving]
             if taken or len({ticket.rid for ticket in tickets}) < len(tickets):
                 raise EngineError(f"rid {(taken or [tickets[0].rid])[0]!r} is in use; every request needs its own")
@@ -152,6 +161,14 @@ class Batcher:
     def flush(self) -> "Future[None]":
         """Forget cached prefixes; EngineError while jobs hold slots."""
         return self.call(self._flush)
+
+    def release_memory(self, parts: Collection[MemoryPart]) -> "Future[None]":
+        """Give device memory back and take no more jobs; EngineError while there are some."""
+        return self.call(lambda: self._release_memory(parts))
+
+    def resume_memory(self, parts: Collection[MemoryPart]) -> "Future[None]":
+        """Take jobs again once all parts were resumed; weights that were given back must be loaded before."""
+        return self.call(lambda: self._released.difference_update(parts))
 
     def close(self, grace_s: float) -> None:
         """Take no more jobs, finish those there are within a time, abort the rest, end the thread; returns at once."""
@@ -264,6 +281,13 @@ class Batcher:
 
     def _resume(self) -> None:
         self._paused = False
+
+    def _release_memory(self, parts: Collection[MemoryPart]) -> None:
+        with self._guard:
+            if self._arriving:
+                raise EngineError(f"{len(self._arriving)} requests are there; memory can be given back when none is")
+            self._released.update(parts)
+        self._engine.release_memory(parts)
 
     def _flush(self) -> None:
         if self._running:

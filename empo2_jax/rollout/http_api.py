@@ -2,12 +2,14 @@
 
 Errors are {"error": {"message"}}. Differences from SGLang, each on the safe side: an update is refused whole (old
 weights stay) where its cache cannot be flushed; `flush_cache = false` spares only the running requests of a pause
-`in_place`, new requests never see KV of older weights; a request whose client has gone away is aborted.
+`in_place`, new requests never see KV of older weights; a request whose client has gone away is aborted; memory that
+was given back is never touched: requests are refused until it was resumed and, after its weights went, loaded anew.
 
 Not here: JSON to jobs (`wire.py`), the process (`serve.py`).
 """
 
 import asyncio
+import hashlib
 import hmac
 import itertools
 import secrets
@@ -25,6 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from empo2_jax.errors import Empo2Error, EngineError
 from empo2_jax.randomness import words
+from empo2_jax.rollout.base import MEMORY_PARTS, MemoryPart
 from empo2_jax.rollout.batching import Batcher, PauseMode, Ticket
 from empo2_jax.rollout.wire import Asked, Model, parse, parse_generate, reply
 
@@ -57,6 +60,25 @@ class AbortBody(BaseModel):
     abort_all: bool = False
 
 
+class MemoryBody(BaseModel):
+    """`/release_memory_occupation` and `/resume_memory_occupation`; without tags everything."""
+
+    tags: list[MemoryPart] | None = None
+
+
+class VersionBody(BaseModel):
+    """`/update_weight_version`: another label for the weights that are there."""
+
+    new_version: str
+    abort_all_requests: bool = True
+
+
+class CheckerBody(BaseModel):
+    """`/weights_checker`; of SGLang's actions this one."""
+
+    action: Literal["checksum"] = "checksum"
+
+
 class EmptyBody(BaseModel):
     """Of requests without fields."""
 
@@ -78,6 +100,7 @@ class Served:
     decode: Callable[[list[int]], str]  # ids to text
     read: Callable[[str], Any]  # a folder to verified weights; Empo2Error where they do not fit
     install: Callable[[Any, int], None]  # weights and their number, in the engine's thread
+    checksums: Callable[[], Mapping[str, str]]  # of the served tensors by name
     info: Mapping[str, Any]  # of /model_info
     settings: Mapping[str, Any]  # of /server_info
     limits: Limits
@@ -111,6 +134,10 @@ def make_app(served: Served, api_key: str | None) -> ASGIApp:
         ("/pause_generation", _pause, ["POST"]),
         ("/continue_generation", _continue, ["POST"]),
         ("/abort_request", _abort, ["POST"]),
+        ("/update_weight_version", _update_version, ["POST"]),
+        ("/weights_checker", _check_weights, ["POST"]),
+        ("/release_memory_occupation", _release_memory, ["POST"]),
+        ("/resume_memory_occupation", _resume_memory, ["POST"]),
     ]
     app = Starlette(
         routes=[Route(path, endpoint, methods=methods) for path, endpoint, methods in routes],
@@ -232,7 +259,8 @@ async def _model_info(request: Request) -> Response:
 
 async def _server_info(request: Request) -> Response:
     served, batcher = _served(request), _served(request).batcher
-    state = {"running": batcher.running, "waiting": batcher.waiting, "paused": batcher.paused}
+    state: dict[str, Any] = {"running": batcher.running, "waiting": batcher.waiting}
+    state |= {"paused": batcher.paused, "released": batcher.released}
     return JSONResponse({**served.settings, "weight_version": served.weight_version, "internal_states": [state]})
 
 
@@ -284,6 +312,40 @@ def _install(served: Served, weights: Any, asked: UpdateBody) -> None:
     served.install(weights, len(served.labels))
     served.labels.append(label)
     served.weight_version = label
+
+
+@_with_body
+async def _update_version(request: Request, body: bytes) -> Response:
+    served, asked = _served(request), parse(VersionBody, body)
+
+    def rename() -> None:
+        served.labels[-1] = served.weight_version = asked.new_version
+
+    if asked.abort_all_requests:
+        served.batcher.abort(lambda rid: True)
+    await _wait(served.batcher.call(rename))
+    return JSONResponse({"success": True, "message": "weight version updated", "new_version": asked.new_version})
+
+
+@_with_body
+async def _check_weights(request: Request, body: bytes) -> Response:
+    parse(CheckerBody, body)
+    sums = dict(await asyncio.to_thread(_served(request).checksums))
+    whole = hashlib.sha256("".join(f"{name}{sums[name]}" for name in sorted(sums)).encode()).hexdigest()
+    ranks = [{"checksums": sums, "per_gpu_checksum": whole}]
+    return JSONResponse({"success": True, "message": "Success.", "ranks": ranks, "per_engine_checksum": whole})
+
+
+@_with_body
+async def _release_memory(request: Request, body: bytes) -> Response:
+    await _wait(_served(request).batcher.release_memory(parse(MemoryBody, body).tags or MEMORY_PARTS))
+    return JSONResponse(None)
+
+
+@_with_body
+async def _resume_memory(request: Request, body: bytes) -> Response:
+    await _wait(_served(request).batcher.resume_memory(parse(MemoryBody, body).tags or MEMORY_PARTS))
+    return JSONResponse(None)
 
 
 async def _flush(request: Request) -> Response:

@@ -15,7 +15,8 @@ neighbor and a cache lost to eviction follow the other jobs and can move the las
 Not here: several hosts (one engine per process), text and chat templates (`chat.py`).
 """
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,8 +28,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float32, Int32
 
 from empo2_jax.errors import EngineError
+from empo2_jax.models.hf_weights import named
 from empo2_jax.models.qwen2 import Qwen2, init_cache
-from empo2_jax.rollout.base import Completion, Request
+from empo2_jax.rollout.base import MEMORY_PARTS, Completion, MemoryPart, Request
 from empo2_jax.rollout.jax_kernels import SlotSampling, copy_slots, decode, extend
 from empo2_jax.rollout.slots import Placement, SlotTable, TokenIds
 from empo2_jax.rollout.stepwise import MAX_STOP_IDS, Job
@@ -102,12 +104,9 @@ class JaxEngine:
         self._table = SlotTable(slots, max_length)
         self._seats: dict[int, _Seat] = {}
         self._extend_tokens = EXTEND_TOKENS_CPU if jax.default_backend() == "cpu" else EXTEND_TOKENS
+        self._mesh = mesh
         self._place = None if mesh is None else NamedSharding(mesh, PartitionSpec("data", "tensor"))
-        self._cache = init_cache(self._config, slots, max_length, self._dtype)
-        self._hidden = jnp.zeros((slots, self._config.hidden_size), self._dtype)
-        if mesh is not None:
-            self._cache = jax.device_put(self._cache, self._place)
-            self._hidden = jax.device_put(self._hidden, NamedSharding(mesh, PartitionSpec()))
+        self._cache, self._hidden = self._empty_cache()
         self.load(own, policy_version)
 
     @property
@@ -130,6 +129,27 @@ class JaxEngine:
         self._params = jax.tree.unflatten(self._structure, jax.tree.leaves(params))
         self.policy_version = policy_version
         self.flush()
+
+    def release_memory(self, parts: Collection[MemoryPart] = MEMORY_PARTS) -> None:
+        """Give device memory back: weights until the next `load`, the cache until the next job.
+
+        Raises:
+            EngineError: jobs hold slots.
+        """
+        if self._seats:
+            raise EngineError(f"{len(self._seats)} requests run; memory can be given back when none does")
+        if "kv_cache" in parts:
+            self.flush()
+            self._cache = self._hidden = None
+        if "weights" in parts:
+            self._params = None
+
+    def checksums(self) -> dict[str, str]:
+        """SHA-256 (64 bits of it) of every served tensor by its Hugging Face name; may be called by any thread."""
+        if (params := self._params) is None:
+            raise EngineError("the weights were given back")
+        tensors = {name: np.ascontiguousarray(variable[...]) for name, variable in named(params).items()}
+        return {name: hashlib.sha256(value.view(np.uint8).data).hexdigest()[:16] for name, value in tensors.items()}
 
     def close(self) -> None:
         """Nothing to release."""
@@ -169,6 +189,8 @@ class JaxEngine:
     def check(self, request: Request) -> None:
         """Raise EngineError for a request that can never be served."""
         prompt, sampling, where = request.prompt_ids, request.sampling, f"session {request.session!r}"
+        if self._params is None:
+            raise EngineError(f"{where}: the weights were given back; new ones must be loaded first")
         longest = self.max_length - min(sampling.max_tokens, 1)
         if not 1 <= len(prompt) <= longest:
             raise EngineError(f"{where}: prompt of {len(prompt)} tokens; 1 to {longest} are allowed")
@@ -189,6 +211,8 @@ class JaxEngine:
         """
         if not jobs:
             return
+        if self._cache is None:
+            self._cache, self._hidden = self._empty_cache()
         prompts = [_Prefill(job, job.known_ids) for job in jobs]
         placements = self._table.place(
             [job.request.session for job in jobs],
@@ -225,6 +249,14 @@ class JaxEngine:
         """Take an unfinished job out of its slot; what the cache holds of it can be reused."""
         for slot in [slot for slot, seat in self._seats.items() if seat.job is job]:
             self._leave(slot)
+
+    def _empty_cache(self) -> tuple[Any, Any]:
+        """KV of all slots, and the last hidden state of each."""
+        cache = init_cache(self._config, len(self._table), self.max_length, self._dtype)
+        hidden = jnp.zeros((len(self._table), self._config.hidden_size), self._dtype)
+        if self._mesh is None:
+            return cache, hidden
+        return jax.device_put(cache, self._place), jax.device_put(hidden, NamedSharding(self._mesh, PartitionSpec()))
 
     def _take(self, slot: int, seat: _Seat, ids: list[int], logprobs: list[float]) -> None:
         """Hand sampled tokens to their job."""

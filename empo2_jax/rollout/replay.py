@@ -56,6 +56,9 @@ class ReplayEngine:
         self._history.clear()
         self.policy_version = policy_version
 
+    def release_memory(self) -> None:
+        """Nothing to give back."""
+
     def _answer(self, request: Request) -> Completion:
         prompt = request.prompt_ids
         room = min(request.sampling.max_tokens, self.max_length - len(prompt))

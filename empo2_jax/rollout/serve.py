@@ -12,7 +12,6 @@ import contextlib
 import signal
 import socket
 from collections.abc import Generator
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
@@ -143,6 +142,7 @@ def _load(options: ServeOptions) -> Served:
         decode=tokenizer.decode,
         read=lambda path: nnx.split(_read(Path(path), config, dtype, mesh))[1],
         install=engine.load,
+        checksums=engine.checksums,
         info={"model_path": place, "tokenizer_path": place, "is_generation": True, "model_type": "qwen2"},
         settings={
             "version": version("empo2_jax"),
@@ -166,10 +166,9 @@ def _read(folder: Path, config: Qwen2Config, dtype: str, mesh: Mesh | None) -> Q
         DataError: a file cannot be read or is another architecture's.
     """
     try:
-        found = asdict(read_config(folder))
-        for name, wanted in asdict(config).items():
-            if name != "initializer_range" and found[name] != wanted:
-                raise DataError(f"{folder}: config.json has {name} {found[name]}, the served model {wanted}")
+        if differences := config.differences(read_config(folder)):
+            name, wanted, found = differences[0]
+            raise DataError(f"{folder}: config.json has {name} {found}, the served model {wanted}")
         graphdef, params = nnx.split(load_model(folder, dtype=jnp.dtype(dtype), mesh=mesh))
     except OSError as error:
         raise DataError(f"{error.filename or folder}: {error.strerror}") from None

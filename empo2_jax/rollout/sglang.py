@@ -9,24 +9,46 @@ and scored by the trainer is handed in, so that nothing here knows JAX.
 import asyncio
 import atexit
 import hashlib
+import json
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float32
 
 from empo2_jax.errors import ConfigError, EngineError
+from empo2_jax.models.qwen2_config import Qwen2Config
 from empo2_jax.rollout.base import Completion, Request
 from empo2_jax.rollout.chat import TokenIds
-from empo2_jax.rollout.sglang_client import MEMORY_TAGS, Access, SglangServer
-from empo2_jax.rollout.sglang_pool import PoolSettings, ServerPool
+from empo2_jax.rollout.sglang_client import Access, SglangServer
+from empo2_jax.rollout.sglang_member import PoolSettings
+from empo2_jax.rollout.sglang_pool import ServerPool
 from empo2_jax.rollout.weights import Bundle, Canary, Publish, Validate
 
 Result = TypeVar("Result")
+
+
+@runtime_checkable
+class Processes(Protocol):
+    """The processes of a run, which call `load` and `metrics` together; `distributed.Gang` is one."""
+
+    process: int
+    size: int
+
+    def first(self, call: Callable[[], Any], what: str) -> Any:
+        """What `call` returns on the first process, which alone runs it."""
+        ...
+
+    def gather(self, call: Callable[[], bytes], what: str) -> list[bytes]:
+        """What `call` returns on every process."""
+        ...
+
+
 SCRAPED = {
     "sglang:num_running_reqs": "engine/running",
     "sglang:num_queue_reqs": "engine/queued",
@@ -50,12 +72,13 @@ class SglangEngine:
         access: Access,
         settings: PoolSettings,
         max_length: int,
-        vocab_size: int,
+        model: Qwen2Config,
         canary_ids: TokenIds,
         canary_tolerance: float,
         publish: Publish,
         score: Callable[[Any], Float32[np.ndarray, " scored"]],
         validate: Validate,
+        processes: Processes,
         router: str = "",
     ):
         """Begin; nothing is asked of a server before the first `load`.
@@ -65,33 +88,35 @@ class SglangEngine:
             access: Keys and deadlines.
             settings: Patience.
             max_length: Prompt + completion tokens of a session.
-            vocab_size: Ids of the model; others are refused before they are sent.
+            model: Architecture of the policy; ids outside its vocabulary are refused before they are sent.
             canary_ids: Prompt of the canary, at least two ids.
             canary_tolerance: Nats by which server and trainer may differ on it.
             publish: Writes parameters as a folder for a version, complete or not at all.
             score: The trainer's log-probs of `canary_ids[1:]` under parameters, at temperature 1, nats.
             validate: Refuses a folder that must not be loaded.
+            processes: Of the run; the first one alone loads and nurses, all sample.
             router: URL that completions go through instead.
         """
         if not urls:
             raise ConfigError("rollout.servers: no server; URLs, or a file with one a line, are needed")
         self.policy_version, self.max_length = 0, max_length
-        self._access, self._vocab_size = access, vocab_size
+        self._access, self._vocab_size = access, model.vocab_size
         self._canary_ids, self._tolerance = canary_ids, canary_tolerance
-        self._publish, self._score = publish, score
+        self._publish, self._score, self._processes = publish, score, processes
         self._load_seconds = 0.0
         self._samples: list[dict[str, float]] = []  # scraped since the last `metrics`
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout servers", daemon=True)
         self._thread.start()
-        self._servers = [SglangServer(url, access) for url in urls]
         self._pool = ServerPool(
-            self._servers,
+            [SglangServer(url, access) for url in urls],
             settings,
-            vocab_size=vocab_size,
+            model=model,
             max_length=max_length,
             validate=validate,
             router=SglangServer(router, access) if router else None,
+            process=processes.process,
+            processes=processes.size,
         )
         atexit.register(self.close)
 
@@ -135,21 +160,22 @@ class SglangEngine:
         # Two runs, or a run that went back, may give one number to other weights: what they say tells them apart.
         label = f"{policy_version}-{hashlib.blake2b(logprobs.tobytes(), digest_size=6).hexdigest()}"
         canary = Canary(self._canary_ids, logprobs, self._tolerance)
-        self._run(self._pool.load(Bundle(folder, policy_version, label, canary)))
+        bundle = Bundle(folder, policy_version, label, canary)
+        self._processes.first(lambda: self._run(self._pool.load(bundle)), "rollout servers")
+        if self._processes.process:
+            self._run(self._pool.follow(bundle))
         self.policy_version = policy_version
         self._load_seconds = time.monotonic() - began
 
     def metrics(self) -> dict[str, float]:
         """What the pool counted, and means of what the servers said while they worked, since the last call."""
-        return self._run(self._metrics())
+        mine, self._pool.counts = self._pool.counts, Counter()
+        parts = self._processes.gather(lambda: json.dumps(mine).encode(), "rollout figures")
+        return self._run(self._metrics(sum((Counter(json.loads(part)) for part in parts), Counter())))
 
-    def release_memory(self, tags: tuple[str, ...] = MEMORY_TAGS) -> None:
-        """Let the servers give their GPU memory back, for a trainer on the same chips."""
-        self._run(_all(server.release_memory(tags) for server in self._servers))
-
-    def resume_memory(self, tags: tuple[str, ...] = MEMORY_TAGS) -> None:
-        """Let the servers take it again; `load` must follow where weights were released."""
-        self._run(_all(server.resume_memory(tags) for server in self._servers))
+    def release_memory(self) -> None:
+        """Let the servers give their memory back until the next `load`, for a trainer on the same chips."""
+        self._run(self._pool.rest())
 
     def _run(self, call: Coroutine[Any, Any, Result]) -> Result:
         """Wait for something that the loop does; every part of it has its own deadline."""
@@ -172,8 +198,7 @@ class SglangEngine:
             await asyncio.sleep(SCRAPE_S)
             self._samples.append(_aggregate(await asyncio.gather(*map(_measured, self._pool.ready))))
 
-    async def _metrics(self) -> dict[str, float]:
-        counts, self._pool.counts = self._pool.counts, type(self._pool.counts)()
+    async def _metrics(self, counts: "Counter[str]") -> dict[str, float]:
         prompt, cached = counts.pop("prompt_tokens", 0), counts.pop("cached_tokens", 0)
         metrics = {f"engine/{name}": float(counts[name]) for name in COUNTED}
         metrics["engine/servers_ready"] = float(len(self._pool.ready))
@@ -200,10 +225,6 @@ class SglangEngine:
             raise EngineError(f"{where}: token ids {prompt.min()} to {prompt.max()}; 0 to {last} are allowed")
         if sampling.max_tokens < 1 or sampling.temperature < 0 or not 0 < sampling.top_p <= 1:
             raise EngineError(f"{where}: {sampling}; max_tokens ≥ 1, temperature ≥ 0 and 0 < top_p ≤ 1 are allowed")
-
-
-async def _all(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
-    await asyncio.gather(*calls)
 
 
 async def _measured(server: SglangServer) -> dict[str, float]:

@@ -15,7 +15,7 @@ import httpx
 import numpy as np
 from jaxtyping import Float32
 
-from empo2_jax.rollout.base import Sampling
+from empo2_jax.rollout.base import MEMORY_PARTS, MemoryPart, Sampling
 from empo2_jax.rollout.chat import TokenIds
 from empo2_jax.rollout.sglang_replies import (
     Busy,
@@ -32,7 +32,6 @@ from empo2_jax.rollout.sglang_replies import (
 )
 
 PauseMode = Literal["abort", "retract"]
-MEMORY_TAGS = ("kv_cache", "weights")
 
 
 @dataclass(frozen=True)
@@ -159,12 +158,16 @@ class SglangServer:
         except Refused:
             return None
 
-    async def release_memory(self, tags: tuple[str, ...] = MEMORY_TAGS) -> None:
-        """Give GPU memory back to a trainer on the same chips; the server must run with its memory saver."""
+    async def relabel(self, label: str) -> None:
+        """Another label for the weights that are there."""
+        await self._post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+
+    async def release_memory(self, tags: tuple[MemoryPart, ...] = MEMORY_PARTS) -> None:
+        """Give GPU memory back to a trainer on the same chips; the server must run with its memory saver, and idle."""
         await self._post("/release_memory_occupation", {"tags": list(tags)})
 
-    async def resume_memory(self, tags: tuple[str, ...] = MEMORY_TAGS) -> None:
-        """Take it again; weights must then be loaded anew."""
+    async def resume_memory(self, tags: tuple[MemoryPart, ...] = MEMORY_PARTS) -> None:
+        """Take it again, all that was given back; weights must then be loaded anew."""
         await self._post("/resume_memory_occupation", {"tags": list(tags)})
 
     async def metrics(self) -> dict[str, float]:

@@ -3,7 +3,9 @@
 A session stays with the server that holds its prefix. A server that fails is taken out at once, its requests go to the
 others, and a task of its own (`_nurse`) brings it back: it waits until the server answers, loads the current weights
 where they are not there, and lets it in after the canary alone. Every wait has a bound; back-off jitter is a function
-of (seed, who, attempt). Only the event loop's thread may call this; `sglang` is the door from outside.
+of (seed, who, attempt). Of several processes with the same servers the first one loads and nurses; the others follow:
+they wait for a server to serve what the first one says. Only the event loop's thread may call this; `sglang` is the
+door from outside.
 """
 
 import asyncio
@@ -12,47 +14,21 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
-from empo2_jax.errors import ConfigError, Empo2Error, EngineError
-from empo2_jax.randomness import uniform
+from empo2_jax.errors import Empo2Error, EngineError
+from empo2_jax.models.qwen2_config import Qwen2Config
 from empo2_jax.rollout.base import Completion, Request
 from empo2_jax.rollout.sglang_client import SglangServer
-from empo2_jax.rollout.sglang_replies import Busy, Denied, Lost, Reply, ServerFault, Stale, Unspeakable
-from empo2_jax.rollout.weights import Bundle, Outcome, Validate, check_canary, install
+from empo2_jax.rollout.sglang_member import MAX_DELAY_S, Member, PoolSettings, check_server, stop
+from empo2_jax.rollout.sglang_replies import Busy, Denied, Lost, ServerFault, Stale, Unspeakable, accept
+from empo2_jax.rollout.weights import Bundle, Outcome, Validate, check_canary, install, rest
 
+PATROL_S = 2.0
 MAX_RELOADS = 2  # of one version into one server that failed with it
-MAX_DELAY_S = 30.0
-SPARE_TOKENS = 8  # that SGLang keeps free of the context it has
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class PoolSettings:
-    """How patient the pool is."""
-
-    in_flight: int = 64  # requests at a time and server
-    attempts: int = 5  # of one request
-    backoff_s: float = 1.0  # before the second attempt; doubles
-    recovery_s: float = 300.0  # without any server
-    mixed_versions: bool = False  # whether one episode may be sampled by several versions
-    seed: int = 0
-
-
-@dataclass(eq=False)
-class Member:
-    """A server and what the pool knows of it."""
-
-    server: SglangServer
-    gate: asyncio.Semaphore
-    ready: bool = False
-    reason: str = "was not asked yet"  # why it is not ready
-    load: int = 0  # requests sent to it or waiting for its gate
-    doubts: int = 0  # how often its weights were in doubt; what it was asked before is then not believed
-    nurse: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
 class ServerPool:
@@ -63,22 +39,27 @@ class ServerPool:
         servers: Sequence[SglangServer],
         settings: PoolSettings,
         *,
-        vocab_size: int,
+        model: Qwen2Config,
         max_length: int,
         validate: Validate,
         router: SglangServer | None = None,
+        process: int = 0,
+        processes: int = 1,
     ):
         self.counts: Counter[str] = Counter()  # of what went wrong, and of tokens
         self.current: Bundle | None = None
         self.gaps: dict[str, float] = {}  # canary by URL, nats
         self._settings, self._validate = settings, validate
-        self._vocab_size, self._max_length = vocab_size, max_length
+        self._model, self._max_length = model, max_length
         self._members = [Member(server, asyncio.Semaphore(settings.in_flight)) for server in servers]
         self._router = None
         if router is not None:
             self._router = Member(router, asyncio.Semaphore(settings.in_flight * len(servers)), ready=True)
         self._last_good: Bundle | None = None  # before `current`
-        self._checksums: str | None = None  # of `current`
+        self._checksums: dict[str, str] = {}  # of `current`
+        self._resting = False  # the servers gave their memory back
+        self._leads, self._shared = process == 0, processes > 1
+        self._patrol: asyncio.Task[None] | None = None
         self._versions: dict[str, int] = {}  # by label
         self._sessions: dict[str, tuple[Member, int]] = {}  # who holds its prefix, under which version it began
         self._open, self._some_ready = asyncio.Event(), asyncio.Event()
@@ -89,8 +70,7 @@ class ServerPool:
 
     async def close(self) -> None:
         """End every task and connection."""
-        await _stop([member.nurse for member in self._members if member.nurse])
-        await _stop(self._errands)
+        await stop([*self._nurses(), *self._errands, *([self._patrol] if self._patrol else [])])
         for member in [*self._members, *([self._router] if self._router else [])]:
             await member.server.close()
 
@@ -114,12 +94,13 @@ class ServerPool:
         """
         await asyncio.to_thread(self._validate, bundle.folder)
         self._open.clear()
+        self._resting = False
         try:
-            await _stop([member.nurse for member in self._members if member.nurse])
+            await stop(self._nurses())
             self._alone_since = time.monotonic()
             up = await self._answering()
             if self.current is None:
-                await asyncio.gather(*(self._check_room(member.server) for member in up))
+                await asyncio.gather(*(check_server(member.server, self._model, self._max_length) for member in up))
             outcome = await self._install(up, bundle)
             denied = [error for error in outcome.failures.values() if isinstance(error, Denied)]
             if denied:
@@ -139,7 +120,43 @@ class ServerPool:
                     self._take_out(member, outcome.failures.get(member.server), unsound=member in unsound)
         finally:
             self._open.set()
+        if self._shared and self._patrol is None:
+            self._patrol = asyncio.create_task(self._watch())
         await self._wait_ready()
+
+    async def follow(self, bundle: Bundle) -> None:
+        """Serve `bundle`, which the first process has loaded.
+
+        Raises:
+            EngineError: no server serves it in time.
+        """
+        await stop(self._nurses())
+        self._alone_since, self._resting = time.monotonic(), False
+        self.current, self._versions[bundle.label] = bundle, bundle.version
+
+        async def one(member: Member) -> None:
+            try:
+                fault = None if await self._unharmed(member.server) else Stale(f"{member.server.url}: other weights")
+            except EngineError as error:
+                fault = error
+            self._take_out(member, fault) if fault else self._admit(member)
+
+        await asyncio.gather(*map(one, self._members))
+        await self._wait_ready()
+
+    async def rest(self) -> None:
+        """Let ready servers give their memory back until the next `load`; one that fails is left out until then."""
+        self._resting = True
+        await stop(self._nurses())
+
+        async def one(member: Member) -> None:
+            try:
+                await rest(member.server, self.current.label if self.current else "")
+            except EngineError as error:
+                self._take_out(member, error)
+
+        if self._leads:
+            await asyncio.gather(*(one(member) for member in self._members if member.ready))
 
     async def complete(self, request: Request) -> Completion | EngineError:
         """Sample one completion, on another server if need be; what failed for good is returned, not raised."""
@@ -149,7 +166,7 @@ class ServerPool:
             if fault is not None:
                 self.counts["retries"] += 1
                 wait_s = fault.wait_s if isinstance(fault, Busy) else 0.0
-                await asyncio.sleep(max(min(wait_s, MAX_DELAY_S), self._delay_s(request.session, attempt - 1)))
+                await asyncio.sleep(max(min(wait_s, MAX_DELAY_S), self._settings.delay_s(request.session, attempt - 1)))
             try:
                 return await self._attempt(request, key)
             except (ServerFault, Busy) as error:
@@ -163,16 +180,23 @@ class ServerPool:
     async def _attempt(self, request: Request, key: int) -> Completion:
         member = await self._acquire(request.session)
         doubts, rid, sampling = member.doubts, next(self._rids), request.sampling
-        limit = self._vocab_size if sampling.banned_from is None else min(sampling.banned_from, self._vocab_size)
+        limit = min(sampling.banned_from or self._model.vocab_size, self._model.vocab_size)
         try:
             reply = await member.server.generate(rid, request.prompt_ids, sampling, key, limit)
             if member.doubts != doubts:
                 raise Busy(f"{member.server.url}: its weights came into doubt while it answered")
-            return self._accept(request, reply, member)
+            assert self.current is not None
+            mixed = self._settings.mixed_versions
+            allowed = self._versions if mixed else {self.current.label: self.current.version}
+            completion = accept(member.server.url, reply, allowed)
+            self.counts["prompt_tokens"] += len(request.prompt_ids)
+            self.counts["cached_tokens"] += reply.cached_tokens
+            return completion
         except asyncio.CancelledError:
             self._errand(member.server.abort(rid))
             raise
         except ServerFault as fault:
+            self.counts["stale"] += isinstance(fault, Stale)
             if isinstance(fault, Lost):
                 self._errand(member.server.abort(rid))
             if member is self._router:
@@ -189,6 +213,8 @@ class ServerPool:
         while True:
             if self.current is None:
                 raise EngineError("no weights were loaded into the rollout servers yet")
+            if self._resting:
+                raise EngineError("the rollout servers gave their memory back; weights must be loaded first")
             await self._open.wait()
             await self._wait_ready()
             member = self._choose(session)
@@ -218,28 +244,6 @@ class ServerPool:
         self._sessions[session] = (best, version)
         return best
 
-    def _accept(self, request: Request, reply: Reply, member: Member) -> Completion:
-        """The completion, if it was sampled by weights that it may be sampled by."""
-        assert self.current is not None
-        labels = {span.label for span in reply.spans}
-        allowed = set(self._versions) if self._settings.mixed_versions else {self.current.label}
-        if not labels <= allowed:
-            self.counts["stale"] += 1
-            raise Stale(
-                f"{member.server.url}: sampled with weights {min(labels - allowed)!r}, not {self.current.label!r}"
-            )
-        spans = tuple((self._versions[span.label], span.start, span.end) for span in reply.spans)
-        self.counts["prompt_tokens"] += len(request.prompt_ids)
-        self.counts["cached_tokens"] += reply.cached_tokens
-        return Completion(
-            ids=reply.ids,
-            logprobs=reply.logprobs,
-            stopped=reply.stopped,
-            cached_tokens=reply.cached_tokens,
-            policy_version=spans[-1][0],
-            version_spans=spans,
-        )
-
     async def _wait_ready(self) -> None:
         """Until a server is ready, or `recovery_s` after the last one went."""
         left = self._alone_since + self._settings.recovery_s - time.monotonic()
@@ -262,19 +266,11 @@ class ServerPool:
                 return [member for member, answer in zip(self._members, answers, strict=True) if answer]
             for member in self._members:
                 member.reason = "does not answer"
-            delay_s = self._delay_s("start", attempt)
+            delay_s = self._settings.delay_s("start", attempt)
             if time.monotonic() + delay_s > deadline:
                 break
             await asyncio.sleep(delay_s)
         raise self._nobody()
-
-    async def _check_room(self, server: SglangServer) -> None:
-        room = (await server.info()).get("max_req_input_len")
-        if isinstance(room, int) and room + SPARE_TOKENS < self._max_length:
-            raise ConfigError(
-                f"{server.url}: takes prompts of at most {room} tokens, episodes with their tip have up to "
-                f"{self._max_length}: lower rollout.max_length or start the server with more room"
-            )
 
     def _admit(self, member: Member) -> None:
         if not member.ready:
@@ -293,21 +289,24 @@ class ServerPool:
         if not any(other.ready for other in self._members) and self._some_ready.is_set():
             self._alone_since = time.monotonic()
             self._some_ready.clear()
-        if self.current is not None and (member.nurse is None or member.nurse.done()):
+        if self.current is not None and not self._resting and (member.nurse is None or member.nurse.done()):
             member.nurse = asyncio.create_task(self._nurse(member, unsound))
 
     async def _nurse(self, member: Member, unsound: bool) -> None:
         """Bring a member back; gives up on this version after `MAX_RELOADS` loads that failed."""
         failed = 0
         for attempt in itertools.count():
-            await asyncio.sleep(self._delay_s(member.server.url, attempt))
+            await asyncio.sleep(self._settings.delay_s(member.server.url, attempt))
             try:
                 if not await member.server.ready():
                     continue
-                if not unsound and await self._unharmed(member.server):
+                if not (unsound and self._leads) and await self._unharmed(member.server):
                     return self._admit(member)
             except EngineError as error:
                 member.reason = f"is not back: {error}"
+                continue
+            if not self._leads:
+                member.reason = "has not got the weights from the first process yet"
                 continue
             try:
                 await self._reload(member, unsound)
@@ -342,7 +341,9 @@ class ServerPool:
             await self._quarantine(member)
             raise failures[member.server]
 
-    async def _install(self, members: Sequence[Member], bundle: Bundle, checksums: str | None = None) -> Outcome:
+    async def _install(
+        self, members: Sequence[Member], bundle: Bundle, checksums: dict[str, str] | None = None
+    ) -> Outcome:
         mode = "retract" if self._settings.mixed_versions else "abort"
         outcome = await install([member.server for member in members], bundle, mode, checksums)
         self.gaps |= {server.url: gap for server, gap in outcome.gaps.items()}
@@ -363,8 +364,15 @@ class ServerPool:
         except EngineError as error:
             member.reason = str(error)
 
+    async def _watch(self) -> None:
+        """Of several processes another one may notice a fault: ask every server once in a while."""
+        while True:
+            await asyncio.sleep(PATROL_S)
+            if self._open.is_set() and not self._resting:
+                await self._audit()
+
     async def _audit(self) -> None:
-        """After a fault behind a router: which server is it?"""
+        """Which server has a fault that was not met here: behind a router, or in another process?"""
         assert self.current is not None
         for member in [member for member in self._members if member.ready]:
             try:
@@ -375,10 +383,8 @@ class ServerPool:
                 if member.ready:
                     self._take_out(member, error)
 
-    def _delay_s(self, who: str, attempt: int) -> float:
-        """Exponential back-off with jitter of ± a half."""
-        longest = min(self._settings.backoff_s * 2.0 ** min(attempt, 16), MAX_DELAY_S)
-        return longest * (0.5 + uniform(self._settings.seed, "backoff", who, attempt))
+    def _nurses(self) -> list[asyncio.Task[None]]:
+        return [member.nurse for member in self._members if member.nurse]
 
     def _errand(self, call: Coroutine[Any, Any, None]) -> None:
         """Do something nobody waits for; its failure tells nothing new."""
@@ -390,10 +396,3 @@ class ServerPool:
         task = asyncio.create_task(run())
         self._errands.add(task)
         task.add_done_callback(self._errands.discard)
-
-
-async def _stop(tasks: Iterable[asyncio.Task[None]]) -> None:
-    tasks = [task for task in tasks if not task.done()]
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

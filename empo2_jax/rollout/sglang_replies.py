@@ -7,7 +7,7 @@ later). Pure functions of an answer; the calls are in `sglang_client`.
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from empo2_jax.errors import EngineError
+from empo2_jax.rollout.base import Completion
 from empo2_jax.rollout.chat import TokenIds
 
 ABOVE_ZERO = 1e-4  # nats by which rounding may lift a log-prob over 0
@@ -116,6 +117,26 @@ def parse_completion(where: str, reply: dict[str, Any], max_tokens: int, vocab_s
         stopped=reason["type"] == "stop",
         cached_tokens=int(meta.get("cached_tokens") or 0),
         spans=_spans(where, meta, len(ids)),
+    )
+
+
+def accept(where: str, reply: Reply, versions: Mapping[str, int]) -> Completion:
+    """A completion under version numbers; `versions` has those that it may be sampled by, by their label.
+
+    Raises:
+        Stale: it was sampled by other weights.
+    """
+    labels = {span.label for span in reply.spans}
+    if strange := labels - versions.keys():
+        raise Stale(f"{where}: sampled with weights {min(strange)!r}, not {list(versions)[-1]!r}")
+    spans = tuple((versions[span.label], span.start, span.end) for span in reply.spans)
+    return Completion(
+        ids=reply.ids,
+        logprobs=reply.logprobs,
+        stopped=reply.stopped,
+        cached_tokens=reply.cached_tokens,
+        policy_version=spans[-1][0],
+        version_spans=spans,
     )
 
 

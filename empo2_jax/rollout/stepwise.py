@@ -5,14 +5,14 @@ bursts. Both are the same mechanism. A job keeps what it has sampled, so it can 
 under other weights: its noise depends on (request key, position) alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32
 
-from empo2_jax.rollout.base import Request
+from empo2_jax.rollout.base import MemoryPart, Request
 
 MAX_STOP_IDS = 8  # of a request
 Finish = Literal["stop", "length", "abort"]
@@ -71,4 +71,8 @@ class StepEngine(Protocol):
 
     def load(self, params: Any, policy_version: int) -> None:
         """Serve these weights from now on; no later admission reuses KV of older ones."""
+        ...
+
+    def release_memory(self, parts: Collection[MemoryPart]) -> None:
+        """Give device memory back while no job is admitted: weights until `load`, caches until the next job."""
         ...

@@ -1,9 +1,10 @@
 """New weights into running servers, and the proof that they serve them.
 
 A server accepts much in silence: names it does not know, a transposed kernel, a load that did nothing. So a load is
-pause all → update all → read back (prefix cache flushed, version, checksums) → continue all, whatever happened → the
-canary: log-probs of a fixed prompt against the trainer's own. Continuing comes before the canary because a paused
-server holds every request back, scoring too; until it is over no episode is sent there (`sglang_pool`).
+(wake who gave memory back →) pause all → update all → read back (prefix cache flushed, version, checksums) → continue
+all, whatever happened → the canary: log-probs of a fixed prompt against the trainer's own. Continuing comes before the
+canary because a paused server holds every request back, scoring too; until it is over no episode is sent there
+(`sglang_pool`).
 
 Whether the folder itself is sound is checked before any of this, by whoever made it (`Validate`).
 """
@@ -11,7 +12,7 @@ Whether the folder itself is sound is checked before any of this, by whoever mad
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -24,6 +25,7 @@ from empo2_jax.rollout.chat import TokenIds
 from empo2_jax.rollout.sglang_client import PauseMode, SglangServer
 from empo2_jax.rollout.sglang_replies import Lost, Refused, Stale
 
+RESTING = "/resting"  # end of the label of a server that gave its memory back
 Validate = Callable[[Path], object]  # raises an Empo2Error for a folder that must not be loaded
 
 
@@ -69,11 +71,11 @@ class Outcome:
 
     failures: dict[SglangServer, EngineError] = field(default_factory=dict)
     gaps: dict[SglangServer, float] = field(default_factory=dict)  # of the canary, nats
-    checksums: str | None = None  # of the parameters, as one text; None where no server tells
+    checksums: dict[str, str] = field(default_factory=dict)  # of the parameters, by kind of server (`_kind`)
 
 
 async def install(
-    servers: Sequence[SglangServer], bundle: Bundle, mode: PauseMode, checksums: str | None = None
+    servers: Sequence[SglangServer], bundle: Bundle, mode: PauseMode, checksums: Mapping[str, str] | None = None
 ) -> Outcome:
     """Bring `bundle` into all `servers`; a failure of one leaves the others alone.
 
@@ -81,9 +83,9 @@ async def install(
         servers: Where to; none of them may be loading already.
         bundle: A folder that was validated.
         mode: What happens to running requests.
-        checksums: Of a server that already serves the bundle.
+        checksums: Of servers that already serve the bundle.
     """
-    outcome = Outcome(checksums=checksums)
+    outcome = Outcome(checksums=dict(checksums or {}))
 
     async def each(call: Callable[[SglangServer], Awaitable[Any]]) -> dict[SglangServer, Any]:
         results: dict[SglangServer, Any] = {}
@@ -98,15 +100,19 @@ async def install(
         return results
 
     paused: dict[SglangServer, Any] = {}
+    sums: dict[SglangServer, Any] = {}
+    await each(wake)
     try:
         paused = await each(lambda server: server.pause(mode))
         await each(lambda server: server.update_weights(bundle.folder, bundle.label))
         await each(_flush)
         await each(lambda server: _check_version(server, bundle.label))
-        _compare(await each(SglangServer.checksums), outcome)
+        sums = await each(SglangServer.checksums)
     finally:
         await asyncio.gather(*(_resume(server, outcome) for server in paused))
     await each(lambda server: check_canary(server, bundle, outcome))
+    # Last, among those that passed: of two servers one that kept its old weights must not outvote the other.
+    _compare({server: found for server, found in sums.items() if server not in outcome.failures}, outcome)
     return outcome
 
 
@@ -121,6 +127,23 @@ async def check_canary(server: SglangServer, bundle: Bundle, outcome: Outcome) -
             f"{server.url}: the canary differs by {gap:.1e} nats from the trainer, at most "
             f"{bundle.canary.tolerance:.0e} is allowed: version {bundle.version} was not loaded as it is"
         )
+
+
+async def rest(server: SglangServer, label: str) -> None:
+    """Let a server that serves `label` give its memory back.
+
+    The label says so from then on: who comes later, a restarted trainer too, can tell a server that must be woken from
+    one that was started anew. A real server dies when it is asked while requests run, or twice.
+    """
+    await _flush(server)  # refused while requests run
+    await server.relabel(label + RESTING)
+    await server.release_memory()
+
+
+async def wake(server: SglangServer) -> None:
+    """Let a server take the memory again that it gave back; its weights are anything until the next load."""
+    if (await server.version()).endswith(RESTING):
+        await server.resume_memory()
 
 
 async def _flush(server: SglangServer) -> None:
@@ -150,16 +173,21 @@ async def _resume(server: SglangServer, outcome: Outcome) -> None:
 
 
 def _compare(found: dict[SglangServer, dict[str, Any] | None], outcome: Outcome) -> None:
-    """Servers with the same weights have the same checksums; where they differ the majority is right."""
-    texts = {server: _text(sums) for server, sums in found.items() if sums is not None}
-    if not texts:
-        return
-    right = outcome.checksums or Counter(texts.values()).most_common(1)[0][0]
-    outcome.checksums = right
-    for server, text in texts.items():
-        if text != right:
+    """Servers of a kind with the same weights have the same checksums; where they differ the majority is right."""
+    texts = {server: (_kind(sums), _text(sums)) for server, sums in found.items() if sums is not None}
+    for kind, text in [pair for pair, _ in Counter(texts.values()).most_common()]:
+        outcome.checksums.setdefault(kind, text)
+    for server, (kind, text) in texts.items():
+        if text != outcome.checksums[kind]:
             error = Stale(f"{server.url}: other checksums of its parameters than the other servers")
             outcome.failures.setdefault(server, error)
+
+
+def _kind(sums: Any) -> str:
+    """The checksums without their values: servers are comparable where they name the same tensors and ranks."""
+    if isinstance(sums, dict):
+        return "{" + ",".join(f"{name}:{_kind(value)}" for name, value in sorted(sums.items())) + "}"
+    return f"[{','.join(map(_kind, sums))}]" if isinstance(sums, list) else ""
 
 
 def _text(sums: dict[str, Any]) -> str:

@@ -83,6 +83,19 @@ def test_the_prefix_of_a_session_is_cached_until_release_and_load(served):
     assert (engine.policy_version, completion.policy_version, completion.cached_tokens) == (5, 5, 0)
 
 
+def test_memory_that_was_given_back_returns_with_the_next_load(served):
+    engine, params = served
+    before = engine.generate(batch(temperature=0.0))
+    for request in batch():
+        engine.release(request.session)
+    engine.release_memory()
+    engine.load(params, 5)
+    for first, again in zip(before, engine.generate(batch(temperature=0.0)), strict=True):
+        np.testing.assert_array_equal(again.ids, first.ids)
+        np.testing.assert_array_equal(again.logprobs, first.logprobs)
+        assert again.policy_version == 5
+
+
 def test_generation_ends_at_the_context(served):
     engine, _ = served
     completion = engine.generate([ask("a", [1] * (MAX_LENGTH - 3), max_tokens=50, stop_ids=())])[0]

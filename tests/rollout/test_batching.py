@@ -59,6 +59,9 @@ class CountingEngine:
     def flush(self):
         self.events.append("flush")
 
+    def release_memory(self, parts):
+        self.events.append(f"release {sorted(parts)}")
+
     def load(self, params, policy_version):
         self.policy_version = policy_version
 
@@ -214,6 +217,29 @@ def test_what_cannot_be_queued_is_refused_whole(made):
     with pytest.raises(EngineError, match="too long"):
         batcher.submit([ticket(5, 1), long])
     assert batcher.waiting == 1
+
+
+def test_memory_goes_when_no_job_is_there_and_no_job_comes_before_it_is_back():
+    engine = CountingEngine(gated=False)
+    batcher = Batcher(engine, burst=1)
+    batcher.pause("retract").result(20)
+    one = ticket(1, 2)
+    batcher.submit([one])
+    with pytest.raises(EngineError, match="1 requests are there"):
+        batcher.release_memory(["kv_cache"]).result(20)
+    batcher.resume()
+    one.future.result(20)
+    batcher.release_memory(["weights", "kv_cache"]).result(20)
+    batcher.resume_memory(["kv_cache"]).result(20)
+    assert batcher.released == ["weights"] and engine.events == ["release ['kv_cache', 'weights']"]
+    with pytest.raises(EngineError, match="the memory of weights was given back"):
+        batcher.submit([ticket(2, 1)])
+    batcher.resume_memory(["weights"]).result(20)
+    two = ticket(3, 1)
+    batcher.submit([two])
+    assert two.future.result(20).finish == "length"
+    batcher.close(0.0)
+    batcher.join(20.0)
 
 
 @pytest.mark.parametrize("grace_s", [0.0, 60.0])

@@ -1,6 +1,7 @@
 """The application in this process over a small engine: keys, limits and errors. Real servers: `test_serve.py`."""
 
 import asyncio
+import hashlib
 
 import httpx
 import numpy as np
@@ -44,6 +45,9 @@ class PlainEngine:
     def flush(self):
         pass
 
+    def release_memory(self, parts):
+        self.loaded.append(sorted(parts))
+
     def load(self, params, policy_version):
         self.policy_version = policy_version
         self.loaded.append(params)
@@ -64,6 +68,7 @@ def served():
         decode=lambda ids: " ".join(map(str, ids)),
         read=read,
         install=engine.load,
+        checksums=lambda: {"a": "1", "b": "2"},
         info={"model_path": "m"},
         settings={"context_length": 64},
         limits=Limits(waiting=3, body_bytes=2000),
@@ -208,6 +213,30 @@ def test_weights_change_with_their_label_or_not_at_all(served):
         assert (await ask(client, 5)).json()["meta_info"]["weight_version"] == "v1"
         await client.post("/update_weights_from_disk", json={"model_path": "better"})
         assert await version() == "v1"
+
+    talk(served, conversation)
+
+
+def test_a_label_memory_and_checksums_are_told_and_changed(served):
+    async def conversation(client):
+        renamed = await client.post("/update_weight_version", json={"new_version": "v7", "abort_all_requests": False})
+        assert renamed.json()["success"] is True
+        assert (await client.get("/model_info")).json()["weight_version"] == "v7"
+        assert (await ask(client, 5)).json()["meta_info"]["weight_version"] == "v7"
+        sums = (await client.post("/weights_checker", json={"action": "checksum"})).json()
+        assert sums["success"] is True and sums["ranks"][0]["checksums"] == {"a": "1", "b": "2"}
+        assert sums["per_engine_checksum"] == hashlib.sha256(b"a1b2").hexdigest()
+        assert (await client.post("/weights_checker", json={"action": "snapshot"})).status_code == 400
+        for path, tags in (("release", ["kv_cache"]), ("release", None), ("resume", ["weights"])):
+            answer = await client.post(f"/{path}_memory_occupation", json={} if tags is None else {"tags": tags})
+            assert (answer.status_code, answer.json()) == (200, None)
+        state = (await client.get("/server_info")).json()["internal_states"][0]
+        assert state["released"] == ["kv_cache"]
+        refused = await ask(client, 5)
+        assert refused.status_code == 400 and "kv_cache was given back" in refused.json()["error"]["message"]
+        await client.post("/resume_memory_occupation", json={"tags": ["kv_cache", "weights"]})
+        assert (await ask(client, 5)).status_code == 200
+        assert (await client.post("/release_memory_occupation", json={"tags": ["disk"]})).status_code == 400
 
     talk(served, conversation)
 

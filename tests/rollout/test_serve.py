@@ -263,6 +263,29 @@ def test_a_flush_forgets_prefixes(server):
     assert server.generate(prompt, max_new_tokens=1)["meta_info"]["cached_tokens"] == 0
 
 
+def test_memory_is_given_back_and_taken_and_never_touched_between(server, models, other_folder):
+    prompt = tiny_prompt(40)
+    before = server.post("/weights_checker", action="checksum").json()
+    names = before["ranks"][0]["checksums"]
+    assert names.keys() == load_file(other_folder / "model.safetensors").keys()
+    assert server.post("/release_memory_occupation").status_code == 200
+    refused = server.http.post("/generate", json={"input_ids": prompt})
+    assert refused.status_code == 400 and "were given back" in refused.json()["error"]["message"]
+    assert server.post("/weights_checker").status_code == 400
+    assert server.post("/resume_memory_occupation").status_code == 200
+    refused = server.http.post("/generate", json={"input_ids": prompt})
+    assert refused.status_code == 400 and "new ones must be loaded first" in refused.json()["error"]["message"]
+    response = server.post("/update_weights_from_disk", model_path=str(other_folder), weight_version="v1")
+    assert response.status_code == 200, response.text
+    scored = server.generate(prompt, max_new_tokens=0, logprob_start_len=0)
+    np.testing.assert_allclose(inputs(scored)[1:], training_logprobs(models["v1"], prompt), atol=1e-5, rtol=0)
+    after = server.post("/weights_checker").json()["ranks"][0]["checksums"]
+    # Of the first weights all differ but the norms, which begin as ones, and the biases, which begin as zeros.
+    assert {name for name in names if after[name] == names[name]} == {
+        name for name in names if "norm" in name or name.endswith("bias")
+    }
+
+
 def broken_folders(place: Path):
     """Folders that must not be served, with what is said about each."""
 

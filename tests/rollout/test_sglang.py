@@ -1,11 +1,15 @@
 """The engine over rollout servers, against a fake whose answers were recorded from a real one; each fault by itself."""
 
+import json
 import os
 import re
 import signal
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -376,12 +380,50 @@ def test_metrics_come_from_the_pool_and_from_servers_at_work(engine, servers, mo
 
 
 def test_memory_can_be_given_back_and_taken(engine, servers) -> None:
+    for server in servers:
+        server.calls.clear()
     engine.release_memory()
-    engine.resume_memory(("kv_cache",))
-    assert [body for path, body in servers[1].calls if "memory" in path] == [
-        {"tags": ["kv_cache", "weights"]},
-        {"tags": ["kv_cache"]},
+    assert all(server.resting and server.label.endswith("/resting") for server in servers)
+    (failure,) = ask(engine, "a")
+    assert "gave their memory back; weights must be loaded first" in str(failure)
+    engine.load(8, 2)
+    assert [path for path, _ in servers[1].calls] == [
+        *("/flush_cache", "/update_weight_version", "/release_memory_occupation"),
+        *("/ready", "/model_info", "/resume_memory_occupation", "/pause_generation", "/update_weights_from_disk"),
+        *("/flush_cache", "/model_info", "/weights_checker", "/continue_generation", "/generate"),
     ]
+    assert {json.dumps(body) for path, body in servers[1].calls if "memory" in path} == {
+        '{"tags": ["kv_cache", "weights"]}'
+    }
+    assert only(engine).policy_version == 2
+
+
+def test_a_trainer_that_died_finds_its_servers_resting_and_wakes_them(engine, servers, tmp_path: Path) -> None:
+    engine.release_memory()
+    other = fake_engine(servers, tmp_path)
+    other.load(7, 1)
+    until(lambda: ready(other) == 2)
+    assert not any(server.resting for server in servers)
+    other.close()
+
+
+def test_a_server_that_died_while_it_rested_is_loaded_as_a_new_one(engine, servers) -> None:
+    engine.release_memory()
+    port = servers[1].http.server_address[1]
+    servers[1].close()
+    servers[1] = FakeServer(port)
+    engine.load(8, 2)
+    until(lambda: ready(engine) == 2)
+    assert servers[1].seed == 8 and servers[1].count("/resume_memory_occupation") == 0
+
+
+def test_a_server_that_will_not_rest_is_left_out_until_the_next_load(engine, servers) -> None:
+    servers[0].faults["/release_memory_occupation"] = [reply(500, {"error": {"message": "no saver"}})]
+    servers[0].faults["/resume_memory_occupation"] = [reply(200, "null")]
+    engine.release_memory()
+    assert ready(engine) == 1
+    engine.load(8, 2)
+    assert ready(engine) == 2
 
 
 def test_ctrl_c_ends_a_wait_and_aborts_what_runs(engine, servers) -> None:
@@ -399,3 +441,52 @@ def test_closing_twice_is_fine_and_ends_the_thread(servers, tmp_path: Path) -> N
     engine.close()
     engine.close()
     assert threading.active_count() <= before
+
+
+class Thread:
+    """A process of two, as a thread of this one."""
+
+    size = 2
+
+    def __init__(self, process: int, barrier: threading.Barrier, board: list[bytes]) -> None:
+        self.process, self._barrier, self._board = process, barrier, board
+
+    def gather(self, call: Callable[[], bytes], what: str) -> list[bytes]:
+        self._board[self.process] = call()
+        self._barrier.wait(30)
+        found = list(self._board)
+        self._barrier.wait(30)
+        return found
+
+    def first(self, call: Callable[[], Any], what: str) -> Any:
+        return json.loads(self.gather(lambda: json.dumps(None if self.process else call()).encode(), what)[0])
+
+
+def test_of_two_processes_one_loads_and_nurses_and_both_sample(servers, tmp_path: Path) -> None:
+    barrier, board = threading.Barrier(2), [b"", b""]
+    engines = [fake_engine(servers, tmp_path, processes=Thread(process, barrier, board)) for process in (0, 1)]
+
+    def both(call: Callable[[SglangEngine], Any]) -> list[Any]:
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(call, engines))
+
+    both(lambda engine: engine.load(7, 1))
+    assert [server.count("/update_weights_from_disk") for server in servers] == [1, 1]
+    assert [server.count("/generate") for server in servers] == [2, 2]  # the canary of each
+    for completions in both(lambda engine: ask(engine, *(f"{id(engine)} {index}" for index in range(4)))):
+        assert all(isinstance(item, Completion) and item.policy_version == 1 for item in completions)
+    assert [metrics["engine/servers_ready"] for metrics in both(lambda engine: engine.metrics())] == [2, 2]
+
+    # A server that starts again while the first process asks it nothing is loaded by it all the same.
+    servers[1].label, servers[1].seed = "start", 3
+    assert all(isinstance(item, Completion) for item in ask(engines[1], "a", "b"))
+    until(lambda: servers[1].seed == 7)
+    until(lambda: all(len(engine._pool.ready) == 2 for engine in engines))
+    assert servers[1].count("/update_weights_from_disk") == 2
+    figures = both(lambda engine: engine.metrics())
+    assert figures[0]["engine/stale"] == figures[1]["engine/stale"] == 1  # seen by one, told by both
+    both(lambda engine: engine.release_memory())
+    assert [server.count("/release_memory_occupation") for server in servers] == [1, 1]
+    both(lambda engine: engine.load(8, 2))
+    assert all(only(engine, f"new {id(engine)}").policy_version == 2 for engine in engines)
+    both(lambda engine: engine.close())

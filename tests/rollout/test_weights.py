@@ -63,7 +63,7 @@ def test_a_load_pauses_updates_flushes_reads_back_continues_and_scores(engine, s
     for server in servers:
         paths = [path for path, _ in server.calls]
         assert paths == [
-            *("/ready", "/pause_generation", UPDATE, "/flush_cache", "/model_info"),
+            *("/ready", "/model_info", "/pause_generation", UPDATE, "/flush_cache", "/model_info"),
             *("/weights_checker", "/continue_generation", "/generate"),
         ]
         body = dict(server.calls)[UPDATE]
@@ -98,6 +98,8 @@ def test_one_version_number_with_other_weights_has_another_label(engine, servers
 )
 def test_a_server_that_did_not_take_the_weights_is_out_until_it_has(path: str, fault, engine, servers) -> None:
     servers[1].faults[path] = [fault]
+    if path == "/model_info":  # the first call only asks whether the server rests
+        servers[1].faults[path].insert(0, lambda handler, body: False)
     servers[1].calls.clear()
     engine.load(8, 2)
     assert served_by(engine) == {2}
