@@ -25,7 +25,7 @@ MAY_DIFFER = (  # keys that a resumed run may change: they do not reach the numb
     "model.remat", "model.attention", "update.offload_moments",
     "rollout.servers", "rollout.router", "rollout.weights_dir", "rollout.api_key_env", "rollout.admin_key_env",
     "rollout.in_flight", "rollout.attempts", "rollout.canary_tolerance", "rollout.request_timeout_s",
-    "rollout.control_timeout_s", "rollout.recovery_timeout_s",
+    "rollout.control_timeout_s", "rollout.recovery_timeout_s", "rollout.release_memory",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""EMPO² runs on real servers, new weights after every iteration: one of two dies and returns, two processes share one."""
+"""EMPO² runs on real servers, new weights every iteration: one of two dies and returns, two processes share one."""
 
 import os
 import signal
@@ -117,7 +117,7 @@ def test_two_servers_of_our_own(tmp_path: Path, keys: dict[str, str], monkeypatc
 
 @pytest.mark.skipif(not (VENV / "bin/python").is_file(), reason="no SGLang; bash launch/sglang_cpu.sh makes one")
 def test_two_sglang_servers(tmp_path: Path, keys: dict[str, str]) -> None:
-    iterations = 60
+    iterations = 40
     with sglang_servers(tmp_path, 2, keys) as urls:
         began = time.monotonic()
         lines = train_while_one_dies(tmp_path, urls, iterations, lambda: kill_sglang(urls[1]), lambda: None)

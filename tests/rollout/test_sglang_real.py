@@ -4,17 +4,22 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from empo2_jax.errors import ConfigError, EngineError, SyncError
 from empo2_jax.metrics import read_metrics
+from empo2_jax.models.qwen2 import Qwen2
+from empo2_jax.models.sharding import make_mesh
+from empo2_jax.remote_engine import make_remote_engine
 from empo2_jax.rollout import sglang
 from empo2_jax.rollout.base import Completion
 from empo2_jax.rollout.sglang import SglangEngine
 from empo2_jax.sync.manifest import versions
 from tests.fixtures.processes import empo2, train_arguments
-from tests.fixtures.remote import BAD, KEYS, VENV, Remote, Spoiled, ask, kill_sglang, sample, sglang_servers
+from tests.fixtures.remote import BAD, KEYS, MAX_LENGTH, VENV, Remote, Spoiled, ask, kill_sglang, sample, sglang_servers
 
 pytestmark = [
     pytest.mark.slow,
@@ -133,6 +138,15 @@ def test_too_little_room_is_said_before_anything_is_sampled(served: Remote) -> N
     engine._pool._max_length = 20_000_000
     with pytest.raises(ConfigError, match="takes prompts of at most"):
         engine.load(served.policy(1), 1)
+    engine.close()
+
+
+def test_a_server_of_another_model_is_named_before_it_dies_of_a_load(served: Remote) -> None:
+    larger = replace(served.config, hidden_size=2 * served.config.hidden_size)
+    model, mesh = Qwen2(larger, rngs=nnx.Rngs(0)), make_mesh(jax.devices(), 1, 1, 1)
+    engine = make_remote_engine(served.experiment("other"), model, served.tokenizer, served.folder, mesh, MAX_LENGTH)
+    with pytest.raises(ConfigError, match="serves another model: hidden_size 96, the trainer has 192"):
+        engine.load(nnx.split(model)[1], 1)
     engine.close()
 
 

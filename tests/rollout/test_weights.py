@@ -2,13 +2,15 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from empo2_jax.errors import DataError, EngineError
 from empo2_jax.rollout.base import Completion
-from empo2_jax.rollout.weights import Canary
+from empo2_jax.rollout.sglang_client import Access, SglangServer
+from empo2_jax.rollout.weights import Canary, Outcome, _compare
 from tests.fixtures.sglang_fake import RECORDED, FakeServer, changed, drop, fake_engine, fake_request, reply
 
 UPDATE = "/update_weights_from_disk"
@@ -117,6 +119,35 @@ def test_a_load_that_all_refuse_leaves_the_last_good_version_serving(engine, ser
     assert [server.seed for server in servers] == [7, 7, 7] and not any(server.paused for server in servers)
     assert all(server.label.startswith("1-") for server in servers)
     assert served_by(engine) == {1} and engine.policy_version == 1
+
+
+@pytest.mark.parametrize("liar", [0, 1])
+def test_of_two_servers_one_that_kept_its_weights_does_not_outvote_the_other(liar: int, tmp_path: Path) -> None:
+    servers = [FakeServer(), FakeServer()]
+    engine = fake_engine(servers, tmp_path)
+    engine.load(7, 1)
+    servers[liar].faults[UPDATE] = [lied] * 9
+    engine.load(8, 2)
+    assert served_by(engine) == {2} and servers[1 - liar].count(UPDATE) == 2
+    engine.close()
+    for server in servers:
+        server.close()
+
+
+def test_servers_that_name_other_tensors_are_not_compared() -> None:
+    def checksums(server: str) -> dict[str, Any]:
+        names = ["qkv"] if server == "sglang" else ["q", "k", "v"]
+        return {"ranks": [{"checksums": {name: f"{server} {name}" for name in names}}]}
+
+    members = [SglangServer(f"http://{name}", Access()) for name in ("ours", "sglang", "other")]
+    outcome = Outcome()
+    sums = dict(zip(members, map(checksums, ("ours", "sglang", "ours")), strict=True))
+    _compare(sums, outcome)
+    assert not outcome.failures and len(outcome.checksums) == 2
+    sums[members[2]]["ranks"][0]["checksums"]["k"] = "wrong"
+    again = Outcome(checksums=outcome.checksums)
+    _compare(sums, again)
+    assert list(again.failures) == [members[2]]
 
 
 def test_a_server_that_never_gets_it_right_stays_out_and_paused(engine, servers) -> None:
