@@ -86,7 +86,8 @@ class Learner:
             ConfigError: moments are to be offloaded and the platform has no memory for that.
         """
         opt_state, scalar = init_moments(self._optimizer, params, offload=self._offload)
-        state = LearnerState(params, opt_state, jax.device_put(jnp.zeros((), jnp.int32), scalar))
+        # From the host: JAX misplaces an array of a device over processes that have one device each.
+        state = LearnerState(params, opt_state, jax.device_put(np.zeros((), np.int32), scalar))
         self._compile(state)
         return state
 

@@ -65,7 +65,9 @@ def adapt(model: Qwen2, config: LoraConfig, seed: int, mesh: Mesh | None = None)
                 setattr(part, target, LoraLinear(getattr(part, target), config.rank, config.scale, random))
     if mesh is not None:
         adapters = nnx.state(adapted, nnx.LoRAParam)
-        nnx.update(adapted, jax.device_put(adapters, shardings(adapters, mesh)))
+        # From the host: JAX misplaces an array of a device over processes that have one device each.
+        values = jax.tree.map(np.asarray, adapters)
+        nnx.update(adapted, jax.device_put(values, shardings(adapters, mesh)))
     return adapted
 
 

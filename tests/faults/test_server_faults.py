@@ -28,7 +28,7 @@ from empo2_jax.models.sharding import make_mesh
 from empo2_jax.remote_engine import make_remote_engine
 from empo2_jax.rollout.base import Completion
 from empo2_jax.rollout.sglang import SglangEngine
-from tests.fixtures.processes import ROOT, start
+from tests.fixtures.processes import ROOT, empo2, start, train_arguments
 from tests.fixtures.remote import BAD, MAX_LENGTH, Remote, Spoiled, ask, sample
 from tests.fixtures.servers import Server, running_server
 from tests.fixtures.sglang_fake import FAULTS, FakeProcess, fake_engine, fake_request
@@ -198,6 +198,15 @@ def test_a_server_that_is_down_at_the_start_then_hangs_then_dies(served: Remote)
         late.kill()
         late.communicate()
         engine.close()
+
+
+def test_a_run_without_any_server_ends_with_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    options = ("--rollout.engine", "sglang", "--rollout.servers", url, "--rollout.recovery_timeout_s", "0.5")
+    result = empo2(*train_arguments(tmp_path / "run", *options))
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert f"error: no rollout server is ready within 0.5 s: {url} does not answer\n" in result.stderr
 
 
 @pytest.fixture
