@@ -18,7 +18,7 @@ from empo2_jax.metrics import read_metrics, untimed
 from empo2_jax.rollout.sglang_replies import parse_metrics
 from empo2_jax.sync.manifest import versions
 from tests.fixtures.processes import COMMAND, LIMIT_S, ROOT, line_count, start, train_arguments
-from tests.fixtures.remote import KEYS, START_S, VENV, kill_sglang, sglang_servers
+from tests.fixtures.remote import KEYS, START_S, VENV, sglang_servers, signal_sglang
 from tests.fixtures.servers import running_server
 
 pytestmark = pytest.mark.slow
@@ -120,7 +120,9 @@ def test_two_sglang_servers(tmp_path: Path, keys: dict[str, str]) -> None:
     iterations = 40
     with sglang_servers(tmp_path, 2, keys) as urls:
         began = time.monotonic()
-        lines = train_while_one_dies(tmp_path, urls, iterations, lambda: kill_sglang(urls[1]), lambda: None)
+        lines = train_while_one_dies(
+            tmp_path, urls, iterations, lambda: signal_sglang(urls[1], signal.SIGKILL), lambda: None
+        )
         report("SGLang", lines, time.monotonic() - began)
         check(tmp_path, urls, lines, iterations)
 

@@ -1,6 +1,8 @@
 """A real SGLang server on the CPU (`bash launch/sglang_cpu.sh`): what its API takes and gives, and what we catch."""
 
 import shutil
+import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -19,7 +21,18 @@ from empo2_jax.rollout.base import Completion
 from empo2_jax.rollout.sglang import SglangEngine
 from empo2_jax.sync.manifest import versions
 from tests.fixtures.processes import empo2, train_arguments
-from tests.fixtures.remote import BAD, KEYS, MAX_LENGTH, VENV, Remote, Spoiled, ask, kill_sglang, sample, sglang_servers
+from tests.fixtures.remote import (
+    BAD,
+    KEYS,
+    MAX_LENGTH,
+    VENV,
+    Remote,
+    Spoiled,
+    ask,
+    sample,
+    sglang_servers,
+    signal_sglang,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -188,10 +201,22 @@ def test_a_run_on_the_toy_world_samples_there_and_learns_here(served: Remote) ->
     assert "differ by" not in result.stderr  # the gap's alarm
 
 
+def test_a_server_that_hangs_keeps_its_weights(served: Remote) -> None:
+    engine = served.engine("hang", request_timeout_s=20.0)
+    engine.load(served.policy(1), 1)
+    signal_sglang(served.urls[0], signal.SIGSTOP)
+    threading.Timer(25.0, signal_sglang, (served.urls[0], signal.SIGCONT)).start()
+    assert sample(engine, ask("hang", np.arange(3, 23)))[0].policy_version == 1
+    metrics = engine.metrics()
+    assert metrics["engine/taken_out"] >= 1 and metrics["engine/retries"] >= 1 and metrics["engine/servers_ready"] == 1
+    assert metrics["engine/reloads"] == metrics["engine/given_up"] == 0
+    engine.close()
+
+
 def test_a_killed_server_comes_back_with_the_current_weights(served: Remote, engine: SglangEngine) -> None:
     """Last: it takes as long as a start."""
     engine.load(served.policy(3), 3)
-    kill_sglang(served.urls[0])
+    signal_sglang(served.urls[0], signal.SIGKILL)
     request = replace(ask("a", np.arange(3, 30)), session="killed")
     (completion,) = sample(engine, request)
     ids = np.concatenate([request.prompt_ids, completion.ids])
