@@ -201,13 +201,14 @@ def _train(options: argparse.Namespace) -> int:
         print("".join(f"changed by the fork: {key} {old} → {new}\n" for key, (old, new) in changed.items()), end="")
         return 0
     with uninterrupted():
-        from empo2_jax import distributed, fork, trainer
+        from empo2_jax import baselines, distributed, fork, trainer
     member = distributed.membership(os.environ, options.coordinator, options.num_processes, options.process_id)
     distributed.initialize(member, limit_s=options.start_timeout)
     if options.source:
         source = fork.parse_source(options.source)
         distributed.current().first(lambda: str(fork.fork(*source, config)), "fork")
-    run_dir = trainer.run(config, resume=options.resume, command=["empo2", *options.arguments])
+    run = trainer.run if config.algorithm.learns else baselines.run
+    run_dir = run(config, resume=options.resume, command=["empo2", *options.arguments])
     print(f"report: {run_dir / 'report.html'}")
     return 0
 

@@ -1,28 +1,22 @@
 """The configuration: TOML in, validated pydantic models out. Every key, its meaning, unit and default stand here.
 
-Presets stack with `extends = "other.toml"` (relative to the file; a child overrides its parent key by key). An unknown
-key is an error that names the nearest known one. Code below `trainer.run` receives a section, never the whole.
+Presets stack with `extends = "other.toml"`, or a list of which the later overrides the earlier (relative to the file; a
+child overrides its parent key by key). An unknown key is an error that names the nearest known one. Code below
+`trainer.run` receives a section, never the whole.
 """
 
 import difflib
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
+from empo2_jax.config_base import NonNegative, Positive, Probability, Section
+from empo2_jax.config_offline import ReflexionConfig, WarmstartConfig
 from empo2_jax.errors import ConfigError
 
-Probability = Annotated[float, Field(ge=0, le=1)]
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[float, Field(ge=0)]
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TARGETS: tuple[Target, ...] = get_args(Target)
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, no unknown keys, no implicit conversions of text to numbers."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=(), allow_inf_nan=False)
 
 
 class RunConfig(Section):
@@ -121,8 +115,10 @@ class RolloutConfig(Section):
 class AlgorithmConfig(Section):
     """What is learned from the episodes (paper sections 4.1 and 4.2)."""
 
-    name: Literal["empo2", "grpo", "gigpo"] = Field(
-        "empo2", description="grpo: empo2 with p_memory 0 and no novelty; gigpo: grpo with step advantages"
+    name: Literal["empo2", "grpo", "gigpo", "reflexion"] = Field(
+        "empo2",
+        description="grpo: empo2 with p_memory 0 and no novelty; gigpo: grpo with step advantages; "
+        "reflexion: trials without an update of the policy",
     )
     p_memory: Probability = Field(0.25, description="p: probability that an episode acts with tips")
     q_off_policy: Probability = Field(2 / 3, description="q: given tips, probability of learning without them")
@@ -155,6 +151,11 @@ class AlgorithmConfig(Section):
         "auto", description="truncated importance weight engine→trainer; auto = on unless the engine is in-process"
     )
     rollout_correction_cap: float = Field(2.0, gt=0, description="cap of that weight")
+
+    @property
+    def learns(self) -> bool:
+        """Whether episodes update the policy."""
+        return self.name != "reflexion"
 
 
 class MemoryConfig(Section):
@@ -254,23 +255,6 @@ class CheckpointConfig(Section):
     keep: Positive = Field(3, description="checkpoints kept")
 
 
-class WarmstartConfig(Section):
-    """Supervised next-token training on transcripts of training variations (`empo2 warmstart`)."""
-
-    updates: int = Field(0, ge=0, description="optimizer steps; 0 = no warm start")
-    demonstrations: Positive = Field(40, description="transcripts asked from the environment")
-    batch_episodes: Positive = Field(2, description="transcripts per optimizer step")
-    checkpoint_every: int = Field(100, ge=0, description="updates between checkpoints of a warm start; 0 = none")
-    learning_rate: float = Field(2e-4, gt=0, description="peak; linear warm-up, then cosine to a tenth")
-    context_weight: float = Field(0.0, ge=0, description="loss weight of a prompt token; an answer token has 1")
-    init: Literal["pretrained", "random"] = Field("pretrained", description="random: a new model of the shape below")
-    hidden_size: Positive = Field(96, description="random init: d")
-    num_layers: Positive = Field(3, description="random init: layers")
-    num_heads: Positive = Field(4, description="random init: query heads")
-    num_kv_heads: Positive = Field(2, description="random init: key/value heads")
-    intermediate_size: Positive = Field(256, description="random init: feed-forward width")
-
-
 class Config(Section):
     """One experiment."""
 
@@ -286,6 +270,7 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     warmstart: WarmstartConfig = WarmstartConfig()
+    reflexion: ReflexionConfig = ReflexionConfig()
 
     @model_validator(mode="after")
     def _check(self) -> "Config":

@@ -63,11 +63,13 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     parent = values.pop("extends", None)
     _apply_panel(values, path.parent, str(path))
-    if parent is None:
-        return values
-    if not isinstance(parent, str):
-        raise ConfigError(f"{path}: extends = {parent!r}: a file name is allowed")
-    return _layer(_read(path.parent / parent, (*seen, path.resolve())), values, str(path))
+    parents = [parent] if isinstance(parent, str) else [] if parent is None else parent
+    if not isinstance(parents, list) or not all(isinstance(name, str) for name in parents):
+        raise ConfigError(f"{path}: extends = {parent!r}: a file name or a list of them is allowed")
+    base: dict[str, Any] = {}
+    for name in parents:
+        base = _layer(base, _read(path.parent / name, (*seen, path.resolve())), str(path))
+    return _layer(base, values, str(path))
 
 
 def _apply_panel(values: dict[str, Any], folder: Path, source: str) -> None:

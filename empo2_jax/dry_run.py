@@ -12,6 +12,13 @@ def lines(config: Config) -> list[str]:
         train, panel = family.tasks("train"), panel_tasks(family, config.evaluation)
     finally:
         family.close()
+    if config.algorithm.name == "reflexion":
+        return [
+            f"# plan: {config.reflexion.trials} trials at most of {len(panel)} problems of {family.name} "
+            f"({config.evaluation.split}) in {config.run_dir}",
+            f"# steps: at most {config.env.step_limit} per episode; no update of the policy",
+            f"# warm start: {config.warmstart.updates} updates",
+        ]
     rollout, algorithm = config.rollout, config.algorithm
     episodes = rollout.tasks_per_iteration * rollout.group_size
     off = algorithm.p_memory * algorithm.q_off_policy

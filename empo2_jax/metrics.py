@@ -212,6 +212,7 @@ def _step_record(step: Step) -> Record:
     logprobs = step.behavior_logprobs
     return {
         "observation": step.observation,
+        "state_before": step.anchor,
         "tips": [
             {"content": content, "score": score} for content, score in zip(step.tips, step.tip_scores, strict=True)
         ],
@@ -273,13 +274,13 @@ def untimed(records: Iterable[Mapping[str, Any]]) -> list[Record]:
     return [{key: value for key, value in record.items() if not key.startswith(TIMED_PREFIXES)} for record in records]
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a text file that is there in full or not at all; raises `DataError` when it cannot be written."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file (text: UTF-8) that is there in full or not at all; raises `DataError` when it cannot be written."""
     beside = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with beside.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with beside.open("wb") as file:
+            file.write(content.encode("utf-8") if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)

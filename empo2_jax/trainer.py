@@ -18,7 +18,7 @@ import numpy as np
 
 from empo2_jax import assembly, distributed, warmstart
 from empo2_jax.alarms import CANARIES, MAX_GAP, count_skipped, refuse_many_failures, warn
-from empo2_jax.algorithms.base import StepAdvantages, group_metrics, valid_episodes
+from empo2_jax.algorithms.base import StepAdvantages, group_metrics, spent, valid_episodes
 from empo2_jax.checkpoint import CheckpointStore, RunLock, check_same_base
 from empo2_jax.config import Config
 from empo2_jax.config_file import dump_toml, load_config
@@ -373,12 +373,9 @@ class Trainer:
         """Count what was spent; modes as shares of the episodes."""
         episodes = [episode for group in groups for episode in group.episodes]
         steps = [step for episode in episodes for step in episode.steps]
-        self.totals["environment_steps"] += len(steps)
-        self.totals["prompt_tokens"] += sum(len(step.prompt_ids) - step.cached_tokens for step in steps)
-        self.totals["prompt_tokens"] += sum(episode.tip_prompt_tokens for episode in episodes)
-        self._sampled = sum(len(step.action_ids) for step in steps) + sum(episode.tip_tokens for episode in episodes)
-        self.totals["sampled_tokens"] += self._sampled
-        self.totals["tip_calls"] += sum(bool(episode.tip_tokens) for episode in episodes)
+        cost = spent(episodes)
+        self._sampled = cost["sampled_tokens"]
+        self.totals = {name: self.totals[name] + value for name, value in cost.items()}
         hits = [bool(step.tips) for episode in episodes if episode.with_memory for step in episode.steps]
         return {
             "episode/valid_actions": float(np.mean([step.valid for step in steps])) if steps else 0.0,

@@ -1,9 +1,10 @@
 """The supervised warm start: next-token training on transcripts of training variations (`empo2 warmstart`).
 
 A small model utters almost no valid action, so all returns of a group are equal and reinforcement learning cannot
-begin. A few minutes on the environment's demonstrations give it a real, mixed signal. Loss falls on the answers, and
-for a random policy, which has to learn to copy at all, a little on the prompts; the learner and its batches are those
-of the RL update. This is a start, not the paper's method.
+begin. A few minutes on the environment's demonstrations, or on the recorded episodes of other runs
+(`algorithms/imitation.py`), give it a real, mixed signal. Loss falls on the answers, and for a random policy, which has
+to learn to copy at all, a little on the prompts; the learner and its batches are those of the RL update. The loss on
+problems held out can end it early. This is a start, not the paper's method.
 """
 
 import hashlib
@@ -12,7 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,17 @@ from flax import nnx
 
 from empo2_jax import assembly, distributed
 from empo2_jax.alarms import count_skipped
+from empo2_jax.algorithms.imitation import recorded, select, solved, transcript
 from empo2_jax.assembly import Policy
 from empo2_jax.checkpoint import CheckpointStore
-from empo2_jax.config import Config, UpdateConfig, WarmstartConfig
+from empo2_jax.config import Config, UpdateConfig
+from empo2_jax.config_offline import DEMONSTRATIONS, GOLD, WarmstartConfig
 from empo2_jax.data.packing import pack
 from empo2_jax.envs.base import EnvironmentFamily
 from empo2_jax.errors import ConfigError, DataError
 from empo2_jax.evaluation import evaluate
 from empo2_jax.learner.optim import warmstart_optimizer
-from empo2_jax.learner.step import Learner, LearnerState, supervised_loss
+from empo2_jax.learner.step import Learner, supervised_loss
 from empo2_jax.metrics import write_atomically
 from empo2_jax.models.hf_folder import new_folder
 from empo2_jax.models.hf_weights import save_model
@@ -40,7 +43,28 @@ from empo2_jax.models.word_tokenizer import write_word_tokenizer
 from empo2_jax.progress import RunProgress, note
 from empo2_jax.randomness import generator
 from empo2_jax.rollout.chat import Chat
-from empo2_jax.types import Message, Mode, Row
+from empo2_jax.types import Message, Mode, Row, TrainBatch
+
+Transcripts = Sequence[Sequence[Message]]
+
+
+@dataclass
+class Progress:
+    """How far a warm start is; all of it goes into its checkpoints."""
+
+    updates: int = 0
+    skipped: int = 0  # updates in a row, up to now
+    losses: list[float] = field(default_factory=list)  # nats per weighted token, of every update that was not skipped
+    held_out: list[tuple[int, float]] = field(default_factory=list)  # (updates before, the same on the held-out ones)
+
+    def best(self) -> int:
+        """Updates before the lowest held-out loss; the first of equal ones."""
+        return min(self.held_out, key=lambda point: point[1])[0]
+
+    def ended(self, patience: int) -> bool:
+        """Whether the last `patience` measurements (0: any number) brought no new best."""
+        later = [updates for updates, _ in self.held_out if updates > self.best()] if patience else []
+        return patience > 0 and len(later) >= patience
 
 
 def answer_row(chat: Chat, messages: Sequence[Message], context_weight: float = 0.0) -> Row:
@@ -112,10 +136,10 @@ def make_start(config: Config, family: EnvironmentFamily, folder: Path) -> None:
             random_policy(config.warmstart, words, config.run.seed, base)
         policy = assembly.load_policy(config.model, base)
         before = None if base else _evaluate_untrained(config, policy, family)
-        note(f"warm start: {config.warmstart.updates} updates on demonstrations of training variations")
+        note(f"warm start: {config.warmstart.updates} updates on {', '.join(config.warmstart.source)}")
         partial = folder.with_name(f"{folder.name}.{_origin(config)[:12]}.partial")  # an interrupted one goes on there
         with RunProgress(config.warmstart.updates, unit="update") as progress:
-            params, losses = train(
+            params, facts = train(
                 policy,
                 family,
                 config.warmstart,
@@ -130,7 +154,8 @@ def make_start(config: Config, family: EnvironmentFamily, folder: Path) -> None:
         def write() -> None:
             with new_folder(folder) as work:
                 save_model(work, params, policy.model.config, tokenizer_folder=policy.folder)
-                write_atomically(work / "losses.json", json.dumps(losses))
+                write_atomically(work / "losses.json", json.dumps(facts["progress"].pop("losses")))
+                write_atomically(work / "imitation.json", json.dumps(facts))
                 write_atomically(work / "made_from.txt", _origin(config))
                 if before is not None:
                     write_atomically(work / "before.json", json.dumps(before))
@@ -180,24 +205,21 @@ def train(
     remat: str,
     store: CheckpointStore,
     report: Callable[[int, float], None],
-) -> tuple[Any, list[float]]:
-    """Trained parameters and the loss (nats per weighted token) of every update that was not skipped.
+) -> tuple[Any, dict[str, Any]]:
+    """Trained parameters, and the facts of the training: transcripts, `Progress`, the update whose weights they are.
 
     It goes on from the newest checkpoint of `store` and leaves one there every `checkpoint_every` updates.
 
     Raises:
         UpdateError: see `count_skipped`.
-        ConfigError: the environment has no demonstrations.
-        DataError: no transcript fits the largest bucket.
+        ConfigError: nothing to imitate, or too few problems to hold some out.
+        DataError: no transcript fits the largest bucket, or a recording cannot be read.
     """
-    chats = family.demonstrations("train", config.demonstrations, seed)
-    if not chats:
-        raise ConfigError(f"warmstart.updates > 0: environment {family.name} offers no demonstrations")
+    learned, apart = hold_out(transcripts(family, config, seed), config.held_out, seed)
     chat = Chat(policy.tokenizer, family.system_prompt())
-    rows = [answer_row(chat, item, config.context_weight) for item in chats]
-    rows = [row for row in rows if len(row.token_ids) <= update.buckets[-1]]
-    if not rows:
-        raise DataError(f"no demonstration of {family.name} fits the largest of update.buckets = {update.buckets[-1]}")
+    rows, measured = (_rows(chat, part, config.context_weight, update.buckets[-1]) for part in (learned, apart))
+    if not rows or (apart and not measured):
+        raise DataError(f"no transcript of {family.name} fits the largest of update.buckets = {update.buckets[-1]}")
     graphdef, params = nnx.split(policy.model)
     learner = Learner(
         graphdef,
@@ -208,32 +230,103 @@ def train(
         mesh=policy.mesh,
         offload_moments=update.offload_moments,
     )
-    state = learner.init(jax.tree.map(lambda leaf: leaf.copy(), params))
-    order: list[int] = []
-    losses: list[float] = []
-    done, skipped = 0, 0
+
+    def batches(chosen: Sequence[Row]) -> Sequence[TrainBatch]:
+        """Packed, weights summing up to 1."""
+        tokens = float(sum(row.token_weight.sum() for row in chosen))
+        scaled = [_scaled(row, 1.0 / tokens) for row in chosen]
+        return pack(scaled, update.buckets, update.micro_batch_tokens, learner.row_multiple).batches
+
+    state = learner.init(_copy(params))
+    best = _copy(params) if config.patience else None
+    held_out = batches(measured) if measured else ()
+    done = Progress()
     newest = store.latest()
     if newest is not None:
-        restored, _, cursor = store.restore(newest, state)
-        state, (done, skipped, losses) = LearnerState(*restored), cursor["progress"]
+        (state, best), _, cursor = store.restore(newest, (state, best))
+        done = Progress(**cursor["progress"] | {"held_out": [(k, loss) for k, loss in cursor["progress"]["held_out"]]})
+    elif measured:
+        done.held_out.append((0, _loss(learner, params, held_out)))
+    order: list[int] = []
     for number in range(config.updates):
         while len(order) < config.batch_episodes:
             order += generator(seed, "warmstart-order", number, len(order)).permutation(len(rows)).tolist()
         batch, order = [rows[index] for index in order[: config.batch_episodes]], order[config.batch_episodes :]
-        if number < done:
+        if number < done.updates:
             continue  # this batch was learned before the interruption
-        tokens = float(sum(row.token_weight.sum() for row in batch))
-        scaled = [_scaled(row, 1.0 / tokens) for row in batch]
-        packed = pack(scaled, update.buckets, update.micro_batch_tokens, learner.row_multiple)
-        state, sums = learner.update(state, packed.batches)
-        skipped = count_skipped(skipped, bool(sums["skipped"]), f"warm start, update {number + 1}")
+        if done.ended(config.patience):
+            break
+        state, sums = learner.update(state, batches(batch))
+        done.updates, last = number + 1, number + 1 == config.updates
+        done.skipped = count_skipped(done.skipped, bool(sums["skipped"]), f"warm start, update {done.updates}")
         loss = float(sums["loss"])
-        losses += [] if skipped else [loss]
-        report(number + 1, loss)
-        if config.checkpoint_every and (number + 1) % config.checkpoint_every == 0 and number + 1 < config.updates:
-            cursor = {"progress": (number + 1, skipped, losses), "metrics_lines": 0}
-            store.save(number + 1, state=state, memory_dump=_nothing, novelty_dump=_nothing, cursor=cursor)
-    return state.params, losses
+        done.losses += [] if done.skipped else [loss]
+        report(done.updates, loss)
+        if measured and (last or done.updates % config.held_out_every == 0):
+            done.held_out.append((done.updates, _loss(learner, state.params, held_out)))
+            best = _copy(state.params) if best is not None and done.best() == done.updates else best
+        if config.checkpoint_every and done.updates % config.checkpoint_every == 0 and not last:
+            cursor = {"progress": asdict(done), "metrics_lines": 0}
+            store.save(done.updates, state=(state, best), memory_dump=_nothing, novelty_dump=_nothing, cursor=cursor)
+    kept = done.best() if best is not None else done.updates
+    facts = {"transcripts": len(rows), "held_out": len(measured), "kept_update": kept, "progress": asdict(done)}
+    return state.params if best is None else best, facts
+
+
+def transcripts(family: EnvironmentFamily, config: WarmstartConfig, seed: int) -> list[list[Message]]:
+    """What `warmstart.source` names, in its order, as far as the filters let it through.
+
+    Raises:
+        ConfigError: a source has nothing, or all of it was filtered out.
+        DataError: a run without readable episodes.
+    """
+    limits = {"min_score": config.min_score, "max_steps": config.max_steps, "only_success": config.only_success}
+    chats: list[list[Message]] = []
+    for source in config.source:
+        if source == DEMONSTRATIONS:
+            found = family.demonstrations("train", config.demonstrations, seed)
+        else:
+            is_gold = source == GOLD
+            tasks = family.tasks("train") if is_gold else []
+            past = solved(family, tasks, config.demonstrations) if is_gold else recorded(Path(source), family.name)
+            found = [transcript(family, item) for item in select(past, **limits)]
+            if past and not found:
+                told = ", ".join(f"{name} = {value}" for name, value in limits.items())
+                raise ConfigError(f"warmstart.source {source}: none of {len(past)} episodes passes {told}")
+        if not found:
+            raise ConfigError(f"warmstart.updates > 0: environment {family.name} offers no {source}")
+        chats += found
+    return chats
+
+
+def hold_out(chats: Transcripts, share: float, seed: int) -> tuple[Transcripts, Transcripts]:
+    """Transcripts to learn from, and those of a share of the problems (first turns) that only measure the loss.
+
+    Raises:
+        ConfigError: fewer than two problems.
+    """
+    if not share:
+        return chats, []
+    problems = list(dict.fromkeys(chat[0].content for chat in chats))
+    if len(problems) < 2:
+        raise ConfigError(f"warmstart.held_out = {share}: one problem alone; at least two are needed")
+    count = min(max(1, round(share * len(problems))), len(problems) - 1)
+    apart = {problems[index] for index in generator(seed, "held-out").permutation(len(problems))[:count]}
+    return [chat for chat in chats if chat[0].content not in apart], [c for c in chats if c[0].content in apart]
+
+
+def _rows(chat: Chat, chats: Transcripts, context_weight: float, longest: int) -> list[Row]:
+    rows = [answer_row(chat, item, context_weight) for item in chats]
+    return [row for row in rows if len(row.token_ids) <= longest]
+
+
+def _loss(learner: Learner, params: Any, batches: Sequence[TrainBatch]) -> float:
+    """The supervised loss without a gradient."""
+    return -float(sum((batch.token_weight * learner.logprobs(params, batch)[0]).sum() for batch in batches))
+
+
+def _copy(params: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.copy(), params)
 
 
 def _nothing(folder: Path) -> None:

@@ -96,11 +96,20 @@ def test_a_circle_of_presets_is_an_error(tmp_path: Path) -> None:
         load_config(first)
 
 
+def test_the_later_of_several_parents_wins(tmp_path: Path) -> None:
+    write(tmp_path, "world.toml", "[memory]\ncapacity = 7\ntop_k = 3\n")
+    write(tmp_path, "preset.toml", "[memory]\ntop_k = 4\nthreshold = 0.1\n")
+    leaf = write(tmp_path, "leaf.toml", "extends = ['world.toml', 'preset.toml']\n[memory]\nthreshold = 0.2\n")
+    memory = load_config(leaf).memory
+    assert (memory.capacity, memory.top_k, memory.threshold) == (7, 4, 0.2)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("extends = ['c.toml']", "`extends` runs in a circle"),
         ("extends = 'none.toml'", r"none\.toml: no such configuration file"),
-        ("extends = 3", "extends = 3: a file name is allowed"),
+        ("extends = 3", "extends = 3: a file name or a list of them is allowed"),
         ("[run", "not valid TOML"),
         ("run = 3", "run = 3"),
     ],

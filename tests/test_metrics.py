@@ -128,6 +128,7 @@ def test_episodes_are_readable_and_limited(tmp_path: Path) -> None:
     assert first["transcript"] == "0 1 2 3 5 6"
     assert first["steps"][0] == {
         "observation": "a lamp",
+        "state_before": "",
         "tips": [{"content": "the lamp is red", "score": 70.0}],
         "action": "push lamp",
         "resolved": "push the lamp",

@@ -1,9 +1,11 @@
-"""The warm start: which tokens carry the loss; a start is made once, reused, refused for others and resumed."""
+"""The warm start: which tokens carry the loss; what is imitated and what held out; a start is made once and resumed."""
 
 import json
 from pathlib import Path
 
 import chex
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -12,9 +14,10 @@ from empo2_jax import warmstart
 from empo2_jax.config import Config
 from empo2_jax.config_file import load_config
 from empo2_jax.envs import toy
-from empo2_jax.errors import ConfigError
-from empo2_jax.types import Message
-from empo2_jax.warmstart import answer_row, ensure_start
+from empo2_jax.errors import ConfigError, DataError
+from empo2_jax.models.hf_weights import load_model
+from empo2_jax.types import Message, Row
+from empo2_jax.warmstart import Progress, answer_row, ensure_start, hold_out, transcripts
 from tests.fixtures.worlds import word_chat, word_tokenizer
 
 CHAT = [
@@ -81,7 +84,8 @@ def test_a_start_is_made_once_and_refused_for_other_settings(tmp_path: Path):
 
 
 def test_an_interrupted_start_ends_with_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    whole = ensure_start(tiny(), toy.family(), tmp_path / "whole")
+    options = ("warmstart.held_out=0.3", "warmstart.held_out_every=1", "warmstart.patience=9")
+    whole = ensure_start(tiny(*options), toy.family(), tmp_path / "whole")
 
     class Interrupting(warmstart.RunProgress):
         def update(self, done: int, metrics: dict[str, float]) -> None:
@@ -90,10 +94,74 @@ def test_an_interrupted_start_ends_with_the_same_weights(tmp_path: Path, monkeyp
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(warmstart, "RunProgress", Interrupting)
-        ensure_start(tiny(), toy.family(), tmp_path / "cut")
+        ensure_start(tiny(*options), toy.family(), tmp_path / "cut")
     assert not (tmp_path / "cut").exists()
     assert [path.name for path in tmp_path.glob("cut.*.partial/checkpoints/*")] == ["2"]
-    cut = ensure_start(tiny(), toy.family(), tmp_path / "cut")
+    cut = ensure_start(tiny(*options), toy.family(), tmp_path / "cut")
     chex.assert_trees_all_equal(load_file(cut / "model.safetensors"), load_file(whole / "model.safetensors"))
-    assert (cut / "losses.json").read_text() == (whole / "losses.json").read_text()
+    for name in ("losses.json", "imitation.json"):
+        assert (cut / name).read_text() == (whole / name).read_text()
     assert not list(tmp_path.glob("cut.*"))
+
+
+def test_gold_paths_and_runs_are_filtered_and_come_in_the_order_of_the_sources(tmp_path: Path):
+    config = tiny('warmstart.source=["gold","demonstrations"]', "warmstart.demonstrations=3").warmstart
+    chats = transcripts(toy.family(), config, 0)
+    assert [len(chat) for chat in chats[:3]] == [4, 4, 4]  # look, try
+    assert chats[3:] == toy.family().demonstrations("train", 3, 0)
+    with pytest.raises(ConfigError, match=r"source gold: none of 3 episodes passes min_score = -100\.0, max_steps = 1"):
+        transcripts(
+            toy.family(),
+            tiny("warmstart.source=gold", "warmstart.max_steps=1", "warmstart.demonstrations=3").warmstart,
+            0,
+        )
+    with pytest.raises(DataError, match="no recorded episodes"):
+        transcripts(toy.family(), tiny(f"warmstart.source={tmp_path}").warmstart, 0)
+
+
+def test_whole_problems_are_held_out():
+    chats = [[Message("user", problem), Message("assistant", answer)] for problem in "abcd" for answer in "xy"]
+    learned, apart = hold_out(chats, 0.25, seed=0)
+    assert (len(learned), len(apart)) == (6, 2)
+    assert len({chat[0].content for chat in apart}) == 1
+    assert sorted(chat[0].content + chat[1].content for chat in [*learned, *apart]) == [
+        p + a for p in "abcd" for a in "xy"
+    ]
+    assert hold_out(chats, 0.25, seed=0) == (learned, apart)
+    assert hold_out(chats, 0.0, seed=0) == (chats, [])
+    assert len(hold_out(chats, 0.99, seed=0)[0]) == 2  # something is left to learn from
+    with pytest.raises(ConfigError, match="one problem alone"):
+        hold_out(chats[:2], 0.5, seed=0)
+
+
+def test_patience_counts_measurements_without_a_new_best():
+    progress = Progress(held_out=[(0, 3.0), (2, 1.0), (4, 1.0), (6, 2.0)])
+    assert progress.best() == 2
+    assert [progress.ended(patience) for patience in (0, 1, 2, 3)] == [False, True, True, False]
+
+
+def test_overfitting_ends_early_with_the_best_weights(tmp_path: Path):
+    """A rate that only destroys: the untrained weights stay the best, and two measurements are enough to see it."""
+    options = ["learning_rate=30.0", "held_out=0.5", "held_out_every=1", "patience=2", "updates=50"]
+    config = tiny(*(f"warmstart.{option}" for option in options))
+    family = toy.family()
+    folder = ensure_start(config, family, tmp_path / "start")
+    facts = json.loads((folder / "imitation.json").read_text())
+    curve = facts["progress"]["held_out"]
+    assert facts["kept_update"] == min(curve, key=lambda point: point[1])[0] == len(curve) - 3
+    assert facts["progress"]["updates"] == facts["kept_update"] + 2
+    assert facts["transcripts"] + facts["held_out"] == 12
+
+    apart = hold_out(transcripts(family, config.warmstart, config.run.seed), 0.5, config.run.seed)[1]
+    rows = [answer_row(word_chat(), chat, config.warmstart.context_weight) for chat in apart]
+    expected = sum(model_loss(folder, row) for row in rows) / sum(r.token_weight.sum() for r in rows)
+    np.testing.assert_allclose(min(curve, key=lambda point: point[1])[1], expected, rtol=1e-5)
+
+
+def model_loss(folder: Path, row: Row) -> float:
+    """Weighted negative log-likelihood of one row, without the learner."""
+    model = load_model(folder)
+    ids = jnp.asarray(row.token_ids)[None]
+    logits = model(ids, jnp.arange(ids.shape[1], dtype=jnp.int32)[None], jnp.ones_like(ids)) @ model.head.T
+    logprobs = np.asarray(jax.nn.log_softmax(logits))[0, np.arange(ids.shape[1] - 1), ids[0, 1:]]
+    return -float((row.token_weight[1:] * logprobs).sum())

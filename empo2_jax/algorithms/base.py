@@ -34,6 +34,18 @@ def valid_episodes(groups: Sequence[EpisodeGroup]) -> list[Episode]:
     return [episode for group in groups for episode in group.episodes if episode.stop_reason.valid]
 
 
+def spent(episodes: Sequence[Episode]) -> dict[str, int]:
+    """What episodes cost, by the names of `total/*`: steps, tokens computed and sampled, requests for tips."""
+    steps = [step for episode in episodes for step in episode.steps]
+    prompts = sum(len(step.prompt_ids) - step.cached_tokens for step in steps)
+    return {
+        "environment_steps": len(steps),
+        "prompt_tokens": prompts + sum(episode.tip_prompt_tokens for episode in episodes),
+        "sampled_tokens": sum(len(step.action_ids) for step in steps) + sum(episode.tip_tokens for episode in episodes),
+        "tip_calls": sum(bool(episode.tip_tokens) for episode in episodes),
+    }
+
+
 def relative_advantages(
     groups: Sequence[EpisodeGroup], config: AlgorithmConfig, episode_return: Callable[[Episode], float]
 ) -> list[StepAdvantages]:

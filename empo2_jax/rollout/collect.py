@@ -36,6 +36,7 @@ class Assignment:
     task: Task
     mode: Mode = Mode.ON_POLICY
     seed: int | None = None  # of its draws; None: the run's
+    reflections: tuple[str, ...] = ()  # of earlier trials, at the end of the first turn; part of both prompts
 
 
 @runtime_checkable
@@ -206,7 +207,7 @@ class Collector:
         block = tips_block([tip.content for tip in live.tips])
         text = live.observation.text
         if not live.steps:
-            turn = self._family.first_turn(live.environment.goal, text)
+            turn = self._family.first_turn(live.environment.goal, text) + tips_block(live.assignment.reflections)
             live.bare, live.prompt = self._chat.opening(turn), self._chat.opening(turn + block)
         else:
             turn, answer = self._family.next_turn(text), live.steps[-1].action_ids

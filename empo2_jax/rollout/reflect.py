@@ -74,6 +74,17 @@ class PolicyTipWriter:
         return Request(live.assignment.id, prompt, words(self._seed, "tip", live.assignment.id), self._sampling)
 
 
+class AfterFailure:
+    """Another writer's tips, but none after a success (Reflexion)."""
+
+    def __init__(self, writer: TipWriter):
+        self._writer = writer
+
+    def write(self, engine: Engine, lives: Sequence["Live"]) -> None:
+        """One tip per failed episode."""
+        self._writer.write(engine, [live for live in lives if live.observation and not live.observation.success])
+
+
 class ScriptedTipWriter:
     """Facts by rule, for tests and as a named option of the toy world; not part of the method."""
 

@@ -1,0 +1,172 @@
+"""What `empo2 train` does for the algorithms that never update the policy: Reflexion.
+
+A run directory is that of training as far as there is something to write: configuration, metrics (a line per trial),
+episodes, report. Every finished trial is a file, and a run that was killed goes on after the last one.
+"""
+
+import json
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from statistics import fmean
+
+from empo2_jax import assembly, distributed, warmstart
+from empo2_jax.adaptation import Trial, record
+from empo2_jax.algorithms.base import spent
+from empo2_jax.algorithms.reflexion import Chain
+from empo2_jax.checkpoint import RunLock
+from empo2_jax.config import Config
+from empo2_jax.config_file import dump_toml, load_config
+from empo2_jax.envs.base import EnvironmentFamily
+from empo2_jax.errors import CheckpointError, ConfigError, DataError
+from empo2_jax.evaluation import panel_tasks, refuse_total_failure, summarize
+from empo2_jax.metrics import ADAPTATIONS_FILE, Stopwatch, write_atomically
+from empo2_jax.progress import RunProgress
+from empo2_jax.report import write_report
+from empo2_jax.rollout.collect import Assignment, Collector
+from empo2_jax.rollout.reflect import AfterFailure, TipWriter
+from empo2_jax.rollout.spread import from_bytes, to_bytes
+from empo2_jax.run_logs import RunLogs
+from empo2_jax.run_record import CONFIG_FILE, check_same_run, record_command
+from empo2_jax.types import Episode
+
+TRIALS_FOLDER = "trials"
+
+
+def run(config: Config, resume: str = "auto", command: Sequence[str] = ()) -> Path:
+    """Run the baseline that `algorithm.name` names and write the report; returns the run directory.
+
+    Args:
+        config: The whole experiment.
+        resume: `auto` goes on after what is there; `never` refuses a directory with results.
+        command: The command line, for the report.
+
+    Raises:
+        ConfigError: several processes, which only training can use.
+        CheckpointError: the directory holds another experiment.
+    """
+    if distributed.current().size > 1:
+        raise ConfigError(f"algorithm.name = {config.algorithm.name!r} runs in one process")
+    with ExitStack() as stack:
+        stack.enter_context(RunLock(config.run_dir))
+        _claim(config, resume)
+        record_command(config.run_dir, command)
+        write_atomically(config.run_dir / CONFIG_FILE, dump_toml(config))
+        family = assembly.make_family(config)
+        stack.callback(family.close)
+        start = config.run_dir / "start"
+        folder = warmstart.ensure_start(config, family, start) if config.warmstart.updates else None
+        policy = assembly.load_policy(config.model, folder)
+        engine = assembly.make_engine(config, policy)
+        stack.callback(engine.close)
+        engine.load(policy.params, 0)
+        collector = assembly.make_collector(config, policy, engine, family)
+        stack.callback(collector.close)
+        writer = AfterFailure(assembly.make_writer(config, policy, family))
+        reflexion(config, family, collector, writer, policy.tokenizer.decode)
+        write_report(config.run_dir)
+    return config.run_dir
+
+
+def _claim(config: Config, resume: str) -> None:
+    folder = config.run_dir
+    if resume not in ("auto", "never"):
+        raise CheckpointError(f"--resume {resume}: auto or never is allowed for {config.algorithm.name}")
+    there = list((folder / TRIALS_FOLDER).glob("*")) + list((folder / "checkpoints").glob("*"))
+    if there and resume == "never":
+        raise CheckpointError(f"{folder}: has results; use --resume auto or another run.dir")
+    if there:
+        check_same_run(load_config(folder / CONFIG_FILE), config)
+
+
+def reflexion(
+    config: Config,
+    family: EnvironmentFamily,
+    collector: Collector,
+    writer: TipWriter,
+    decode: Callable[[Sequence[int]], str],
+) -> list[Trial]:
+    """The trials of Reflexion on the panel, those of an earlier process included.
+
+    Metrics, episodes and `adaptations.jsonl` are written after every trial, and then the file that says it is finished.
+
+    Raises:
+        EnvError: all episodes of a trial failed.
+        DataError: the file of a finished trial cannot be read.
+    """
+    chains = {task: Chain(task) for task in panel_tasks(family, config.evaluation)}
+    trials: list[Trial] = []
+    totals = dict.fromkeys(spent([]), 0)
+
+    def take(episodes: Sequence[Episode]) -> None:
+        for episode in episodes:
+            chains[episode.task] = chains[episode.task].after(episode, config.reflexion.kept)
+        trials.append(_summary(list(chains.values()), episodes))
+        totals.update({name: totals[name] + value for name, value in spent(episodes).items()})
+
+    while (file := _trial_file(config, len(trials) + 1)).is_file():
+        take(_read_trial(file))
+    cursor = {"metrics_lines": len(trials), "iteration": len(trials)}
+    settings = {"writes": True, "tensorboard": config.run.tensorboard, "decode": decode}
+    with (
+        closing(RunLogs(config.run_dir, cursor, **settings)) as logs,
+        RunProgress(config.reflexion.trials, len(trials), unit="trial") as progress,
+    ):
+        while len(trials) < config.reflexion.trials and not all(chain.solved for chain in chains.values()):
+            clock, number = Stopwatch(), len(trials) + 1
+            assignments = [
+                Assignment(
+                    f"reflexion/{chain.task}/t{number}",
+                    chain.task,
+                    seed=config.evaluation.seed,
+                    reflections=chain.reflections,
+                )
+                for chain in chains.values()
+                if not chain.solved
+            ]
+            episodes = collector.collect(assignments, temperature=config.evaluation.temperature, writer=writer)
+            refuse_total_failure(episodes, f"reflexion, trial {number}")
+            take(episodes)
+            metrics = _metrics(trials[-1], episodes, totals) | clock.metrics()
+            logs.iteration(number, metrics)
+            logs.episodes(number, episodes, config.run.episodes_logged)
+            line = record(trials, iteration=0, split=config.evaluation.split, memory="empty")
+            write_atomically(config.run_dir / ADAPTATIONS_FILE, json.dumps(line) + "\n")
+            write_atomically(_trial_file(config, number), to_bytes(episodes))
+            progress.update(number, metrics)
+    return trials
+
+
+def _summary(chains: Sequence[Chain], episodes: Sequence[Episode]) -> Trial:
+    """Every problem's newest episode (an invalid one of this trial as such) and its best one."""
+    tried = {episode.task: episode for episode in episodes}
+    newest = [tried.get(chain.task, chain.newest) for chain in chains]
+    best = [chain.best for chain in chains if chain.best is not None]
+    return Trial(summarize([episode for episode in newest if episode is not None]), summarize(best))
+
+
+def _metrics(trial: Trial, episodes: Sequence[Episode], totals: Mapping[str, int]) -> dict[str, float]:
+    """The line of a trial; `episode/*` counts solved problems with the episode that solved them."""
+    return {
+        "episode/score": trial.now.score,
+        "episode/success_rate": trial.now.success,
+        "episode/length": fmean(len(episode.steps) for episode in trial.now.episodes),
+        "episode/invalid": fmean(not episode.stop_reason.valid for episode in episodes),
+        "reflexion/best_score": trial.best.score,
+        "reflexion/best_success_rate": trial.best.success,
+        "reflexion/tried": float(len(episodes)),
+        "actor/updates": 0.0,
+        **{f"total/{name}": float(value) for name, value in totals.items()},
+    }
+
+
+def _trial_file(config: Config, number: int) -> Path:
+    return config.run_dir / TRIALS_FOLDER / f"{number}.episodes"
+
+
+def _read_trial(file: Path) -> list[Episode]:
+    try:
+        return from_bytes(file.read_bytes())[0]
+    except (OSError, ValueError, KeyError, TypeError, zlib.error) as error:
+        raise DataError(f"{file}: no finished trial: {error}; remove it and those after it to repeat them") from None

@@ -1,0 +1,63 @@
+"""Sections of what learns without reinforcement: the supervised warm start and Reflexion.
+
+Their values in the paper's comparison are the defaults. Training by reinforcement is in `config.py`.
+"""
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from empo2_jax.config_base import Positive, Probability, Section
+
+DEMONSTRATIONS, GOLD = "demonstrations", "gold"  # sources that are no run directory
+
+
+class WarmstartConfig(Section):
+    """Supervised next-token training on transcripts of training variations (`empo2 warmstart`)."""
+
+    updates: int = Field(0, ge=0, description="optimizer steps; 0 = no warm start")
+    source: tuple[str, ...] = Field(
+        (DEMONSTRATIONS,),
+        strict=False,
+        min_length=1,
+        description="what is imitated: `demonstrations` or `gold` paths of the environment, directories of runs",
+    )
+    demonstrations: Positive = Field(40, description="transcripts asked from the environment")
+    min_score: float = Field(-100.0, ge=-100, le=100, description="recorded episodes below this score are left out")
+    max_steps: int = Field(0, ge=0, description="recorded episodes of more actions are left out; 0 = none")
+    only_success: bool = Field(False, description="recorded episodes that did not succeed are left out")
+    held_out: Probability = Field(
+        0.0, lt=1, description="share of the problems whose transcripts only measure the loss"
+    )
+    held_out_every: Positive = Field(20, description="updates between two measurements of the held-out loss")
+    patience: int = Field(
+        0, ge=0, description="measurements in a row without a new best that end it; the best weights are kept; 0 = any"
+    )
+    batch_episodes: Positive = Field(2, description="transcripts per optimizer step")
+    checkpoint_every: int = Field(100, ge=0, description="updates between checkpoints of a warm start; 0 = none")
+    learning_rate: float = Field(2e-4, gt=0, description="peak; linear warm-up, then cosine to a tenth")
+    context_weight: float = Field(0.0, ge=0, description="loss weight of a prompt token; an answer token has 1")
+    init: Literal["pretrained", "random"] = Field("pretrained", description="random: a new model of the shape below")
+    hidden_size: Positive = Field(96, description="random init: d")
+    num_layers: Positive = Field(3, description="random init: layers")
+    num_heads: Positive = Field(4, description="random init: query heads")
+    num_kv_heads: Positive = Field(2, description="random init: key/value heads")
+    intermediate_size: Positive = Field(256, description="random init: feed-forward width")
+
+    @field_validator("source", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _check(self) -> "WarmstartConfig":
+        if self.patience and not self.held_out:
+            raise ValueError(f"warmstart.patience = {self.patience} needs warmstart.held_out above 0")
+        return self
+
+
+class ReflexionConfig(Section):
+    """Trials on the panel with the policy's own reflections (`algorithm.name = "reflexion"`)."""
+
+    trials: Positive = Field(10, description="episodes per problem at most, one after another; a success ends them")
+    kept: Positive = Field(3, description="newest reflections that the next trial sees")

@@ -1,0 +1,128 @@
+"""Reflexion as a run: what a trial sees, where it ends, how it goes on after a kill, and that no weight changes."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from empo2_jax import assembly, baselines
+from empo2_jax.checkpoint import state_hash
+from empo2_jax.cli import main
+from empo2_jax.config import Config
+from empo2_jax.config_file import load_config
+from empo2_jax.envs import toy
+from empo2_jax.errors import DataError
+from empo2_jax.metrics import read_jsonl, read_metrics
+from empo2_jax.rollout.base import Request
+from empo2_jax.rollout.reflect import AfterFailure, ScriptedTipWriter
+from empo2_jax.rollout.replay import ReplayEngine
+from tests.fixtures.worlds import make_collector, spoken, word_chat
+
+ROOT = Path(__file__).parents[1]
+REFLEXION = ROOT / "configs/baselines/toy_reflexion.toml"
+NEEDED = {"red": 1, "green": 2}  # reflections until the scripted player knows the solution
+
+
+def player(request: Request) -> str:
+    """Looks into the oven until its prompt has as many reflections as its house needs."""
+    text = word_chat().text(request.prompt_ids)
+    house = next(name for name in NEEDED if f"{name} house" in text)
+    place, room = toy.SECRETS[toy.HOUSES.index(house)]
+    if text.count("score :") < NEEDED[house]:
+        return "look in the oven"
+    return f"try the {room}" if "the bulb was in" in text else f"look in the {place}"
+
+
+def config(run_dir: Path, trials: int) -> Config:
+    options = [f"run.dir={run_dir}", f"reflexion.trials={trials}", "env.train_variations=2", "run.tensorboard=false"]
+    return load_config(REFLEXION, [*options, "evaluation.variations=2"])
+
+
+def played(run_dir: Path, trials: int) -> tuple[dict[str, Any], list[str]]:
+    """The record of the trials, and every prompt that was answered in this process."""
+    prompts: list[str] = []
+
+    def words(request: Request) -> str:
+        prompts.append(word_chat().text(request.prompt_ids))
+        return player(request)
+
+    family = toy.family(variations=2)
+    collector = make_collector(ReplayEngine(spoken(word_chat(), words)), family, step_limit=3)
+    writer = AfterFailure(ScriptedTipWriter(family))
+    baselines.reflexion(config(run_dir, trials), family, collector, writer, word_chat().text)
+    collector.close()
+    return json.loads((run_dir / "adaptations.jsonl").read_text()), prompts
+
+
+def test_a_problem_is_tried_with_its_reflections_until_it_is_solved(tmp_path: Path) -> None:
+    record, prompts = played(tmp_path, trials=10)
+    assert [row["scores"] for row in record["rows"]] == [[0.0, 100.0, 100.0], [0.0, 0.0, 100.0]]
+    assert (record["score"], record["best_success"]) == ([0.0, 50.0, 100.0], [0.0, 0.5, 1.0])
+    assert record["label"] == "test-time adaptation (sees test rewards)"
+    assert len(prompts) == 2 * 3 + (2 + 3) + 2  # the red house is not tried a third time
+    entry = "- the bulb is not in the oven . ( action : look in the oven ; score : 0 )"
+    assert [prompt.count(entry) for prompt in prompts[6:8]] == [1, 1]
+    assert all(prompt.count(entry) == 2 and "green" in prompt for prompt in prompts[-2:])
+
+
+def test_a_success_writes_no_reflection(tmp_path: Path) -> None:
+    played(tmp_path, trials=10)
+    written = [[line["tip_written"] != "" for line in read_jsonl(tmp_path / f"episodes/{n}.jsonl")] for n in (1, 2, 3)]
+    assert written == [[True, True], [False, True], [False]]
+
+
+def test_an_interrupted_run_goes_on_after_its_last_trial(tmp_path: Path) -> None:
+    whole, all_prompts = played(tmp_path / "whole", trials=3)
+    _, first = played(tmp_path / "cut", trials=2)
+    with (tmp_path / "cut/metrics.jsonl").open("a") as file:  # killed in the third one, before its end
+        file.write('{"iteration": 3, "episode/score": 5.0}\n')
+    rest, last = played(tmp_path / "cut", trials=3)
+    assert rest == whole
+    assert first + last == all_prompts
+    lines = read_metrics(tmp_path / "cut")
+    assert [line["episode/score"] for line in lines] == [0.0, 50.0, 100.0]
+    assert [line["reflexion/tried"] for line in lines] == [2.0, 2.0, 1.0]
+    assert [line["total/environment_steps"] for line in lines] == [6.0, 11.0, 13.0]
+
+
+def test_a_damaged_trial_is_named(tmp_path: Path) -> None:
+    played(tmp_path, trials=1)
+    (tmp_path / "trials/1.episodes").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"1\.episodes: no finished trial"):
+        played(tmp_path, trials=1)
+
+
+@pytest.mark.medium
+def test_no_weight_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    hashes: list[str] = []
+    policies: list[assembly.Policy] = []
+    load = assembly.load_policy
+
+    def watched(*arguments: Any) -> assembly.Policy:
+        policies.append(load(*arguments))
+        hashes.append(state_hash(policies[-1].params))
+        return policies[-1]
+
+    monkeypatch.setattr(assembly, "load_policy", watched)
+    arguments = ["train", str(REFLEXION), "--run.dir", str(tmp_path / "run"), "--run.tensorboard", "false"]
+    small = ["--reflexion.trials", "2", "--env.train_variations", "2"]
+    assert main([*arguments, *small]) == 0
+    assert [state_hash(policy.params) for policy in policies] == hashes
+    assert len(hashes) == 1
+    lines = read_metrics(tmp_path / "run")
+    assert [line["actor/updates"] for line in lines] == [0.0, 0.0]
+    assert all(line["total/tip_calls"] > 0 for line in lines)
+    assert (tmp_path / "run/report.html").is_file()
+    assert not (tmp_path / "run/evaluations.jsonl").read_text()  # adaptation is no evaluation
+    refused(capsys, [*arguments, *small, "--resume", "never"], "has results; use --resume auto or another run.dir")
+    refused(capsys, [*arguments, *small, "--reflexion.kept", "1"], "reflexion.kept = 3, now it is 1")
+    refused(capsys, [*arguments, *small, "--resume", "x/1"], "--resume x/1: auto or never is allowed for reflexion")
+
+
+def refused(capsys: pytest.CaptureFixture[str], arguments: Sequence[str], message: str) -> None:
+    capsys.readouterr()
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
