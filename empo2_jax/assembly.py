@@ -21,7 +21,7 @@ from empo2_jax.envs.base import EnvironmentFamily
 from empo2_jax.errors import ConfigError, DataError
 from empo2_jax.learner.optim import policy_optimizer
 from empo2_jax.learner.step import Learner
-from empo2_jax.memory.base import Embedder, VectorIndex
+from empo2_jax.memory.base import Embedder, Novelty, VectorIndex
 from empo2_jax.memory.novelty import NoveltyStore
 from empo2_jax.memory.tips import TipMemory
 from empo2_jax.models.hf_weights import load_model, weights_hash
@@ -163,8 +163,13 @@ def make_memory(config: MemoryConfig, embedder: Embedder) -> TipMemory:
     )
 
 
-def make_novelty(config: IntrinsicConfig, memory: MemoryConfig, embedder: Embedder) -> NoveltyStore:
-    """An empty novelty store."""
+def make_novelty(config: IntrinsicConfig, memory: MemoryConfig, embedder: Embedder, seed: int = 0) -> Novelty:
+    """Novelty of a world of which nothing has been seen; `seed` is that of random networks."""
+    if config.kind == "rnd":
+        rnd = importlib.import_module("empo2_jax.memory.rnd")
+        return rnd.RandomDistillation(
+            embedder.dimension, coefficient=config.coefficient, learning_rate=config.rnd_learning_rate, seed=seed
+        )
     return NoveltyStore(
         embedder.dimension,
         make_index(memory),
@@ -203,8 +208,14 @@ def served_params(config: Config, trainable: Any, frozen: Any) -> Any:
     return merged(own(trainable), whole, config.lora.scale)
 
 
-def make_collector(config: Config, policy: Policy, engine: Engine, family: EnvironmentFamily) -> Collector:
-    """The collector of a run; of several processes, each does its share.
+def make_collector(
+    config: Config,
+    policy: Policy,
+    engine: Engine,
+    family: EnvironmentFamily,
+    one: Callable[..., Collector] = Collector,
+) -> Collector:
+    """The collector of a run; of several processes, each does its share. `one` makes that of a single process.
 
     Raises:
         ConfigError: a first turn leaves no room for an answer.
@@ -213,7 +224,7 @@ def make_collector(config: Config, policy: Policy, engine: Engine, family: Envir
     lengths = {"max_length": rollout.max_length, "max_action_tokens": rollout.max_action_tokens}
     check_openings(family, chat, family.tasks("train"), **lengths)
     gang = distributed.current()
-    kind = Collector if gang.size == 1 else partial(SpreadCollector, gang)
+    kind = one if gang.size == 1 else partial(SpreadCollector, gang)
     return kind(
         engine,
         chat,

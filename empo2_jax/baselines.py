@@ -1,37 +1,43 @@
-"""What `empo2 train` does for the algorithms that never update the policy: Reflexion.
+"""What `empo2 train` does for the algorithms that never update the policy: Reflexion and Retrospex.
 
-A run directory is that of training as far as there is something to write: configuration, metrics (a line per trial),
-episodes, report. Every finished trial is a file, and a run that was killed goes on after the last one.
+A run directory is that of training as far as there is something to write: configuration, metrics (a line per trial or
+round), episodes, report. Every finished trial or round is a file, and a run that was killed goes on after the last one.
 """
 
 import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
+from itertools import count
 from pathlib import Path
 from statistics import fmean
 
 from empo2_jax import assembly, distributed, warmstart
 from empo2_jax.adaptation import Trial, record
 from empo2_jax.algorithms.base import spent
+from empo2_jax.algorithms.imitation import recorded, solved
 from empo2_jax.algorithms.reflexion import Chain
+from empo2_jax.algorithms.retrospex import Embed, Rescorer, transitions
 from empo2_jax.checkpoint import RunLock
 from empo2_jax.config import Config
 from empo2_jax.config_file import dump_toml, load_config
 from empo2_jax.envs.base import EnvironmentFamily
 from empo2_jax.errors import CheckpointError, ConfigError, DataError
-from empo2_jax.evaluation import panel_tasks, refuse_total_failure, summarize
-from empo2_jax.metrics import ADAPTATIONS_FILE, Stopwatch, write_atomically
-from empo2_jax.progress import RunProgress
+from empo2_jax.evaluation import Panel, evaluate, panel_tasks, refuse_total_failure, summarize
+from empo2_jax.learner.critic import train_critic
+from empo2_jax.metrics import ADAPTATIONS_FILE, EPISODES_FOLDER, Stopwatch, read_metrics, write_atomically
+from empo2_jax.progress import RunProgress, note
 from empo2_jax.report import write_report
 from empo2_jax.rollout.collect import Assignment, Collector
 from empo2_jax.rollout.reflect import AfterFailure, TipWriter
+from empo2_jax.rollout.rescore import Chooser, ChoosingCollector
 from empo2_jax.rollout.spread import from_bytes, to_bytes
 from empo2_jax.run_logs import RunLogs
 from empo2_jax.run_record import CONFIG_FILE, check_same_run, record_command
 from empo2_jax.types import Episode
 
-TRIALS_FOLDER = "trials"
+TRIALS_FOLDER, CRITIC_FILE = "trials", "critic.json"
 
 
 def run(config: Config, resume: str = "auto", command: Sequence[str] = ()) -> Path:
@@ -63,8 +69,17 @@ def run(config: Config, resume: str = "auto", command: Sequence[str] = ()) -> Pa
         engine.load(policy.params, 0)
         collector = assembly.make_collector(config, policy, engine, family)
         stack.callback(collector.close)
-        writer = AfterFailure(assembly.make_writer(config, policy, family))
-        reflexion(config, family, collector, writer, policy.tokenizer.decode)
+        if config.algorithm.name == "reflexion":
+            writer = AfterFailure(assembly.make_writer(config, policy, family))
+            reflexion(config, family, collector, writer, policy.tokenizer.decode)
+        else:
+
+            def choosing(chooser: Chooser) -> Collector:
+                one = partial(ChoosingCollector, chooser, config.retrospex.candidates)
+                return assembly.make_collector(config, policy, engine, family, one)
+
+            embed = assembly.make_embedder(config, tips=True).embed
+            retrospex(config, family, collector, choosing, embed, policy.tokenizer.decode)
         write_report(config.run_dir)
     return config.run_dir
 
@@ -73,7 +88,7 @@ def _claim(config: Config, resume: str) -> None:
     folder = config.run_dir
     if resume not in ("auto", "never"):
         raise CheckpointError(f"--resume {resume}: auto or never is allowed for {config.algorithm.name}")
-    there = list((folder / TRIALS_FOLDER).glob("*")) + list((folder / "checkpoints").glob("*"))
+    there = [path for name in (TRIALS_FOLDER, EPISODES_FOLDER, "checkpoints") for path in (folder / name).glob("*")]
     if there and resume == "never":
         raise CheckpointError(f"{folder}: has results; use --resume auto or another run.dir")
     if there:
@@ -136,6 +151,76 @@ def reflexion(
             write_atomically(_trial_file(config, number), to_bytes(episodes))
             progress.update(number, metrics)
     return trials
+
+
+def retrospex(
+    config: Config,
+    family: EnvironmentFamily,
+    collector: Collector,
+    choosing: Callable[[Chooser], Collector],
+    embed: Embed,
+    decode: Callable[[Sequence[int]], str],
+) -> tuple[Panel, Panel]:
+    """Experience of the policy, a critic of it, and the panel without and with the critic's say.
+
+    Args:
+        config: `run.iterations` rounds of `rollout.tasks_per_iteration` × `rollout.group_size` training episodes.
+        family: The world.
+        collector: Plays as the policy does.
+        choosing: Makes the collector that asks a chooser.
+        embed: Text to vectors, for the critic.
+        decode: Text of token ids, for the episodes.
+
+    Raises:
+        EnvError: all episodes of a round or of the panel failed.
+        ConfigError: nothing is there to learn from.
+    """
+    settings, rounds, episodes = config.retrospex, config.run.iterations, config.run_dir / EPISODES_FOLDER
+    done = next(number for number in count() if not (episodes / f"{number + 1}.jsonl").is_file())
+    totals = read_metrics(config.run_dir)[done - 1] if done else {}
+    cursor = {"metrics_lines": done, "iteration": done}
+    opened = RunLogs(config.run_dir, cursor, writes=True, tensorboard=config.run.tensorboard, decode=decode)
+    with closing(opened) as logs, RunProgress(rounds, done, unit="round") as progress:
+        for number in range(done, rounds):
+            clock = Stopwatch()
+            played = collector.collect(_round(config, family, number), temperature=config.rollout.temperature)
+            refuse_total_failure(played, f"retrospex, round {number + 1}")
+            panel = summarize(played)
+            totals = {f"total/{name}": totals.get(f"total/{name}", 0) + value for name, value in spent(played).items()}
+            metrics = {"episode/score": panel.score, "episode/success_rate": panel.success, "actor/updates": 0.0}
+            logs.iteration(number + 1, metrics | totals | clock.metrics())
+            logs.episodes(number + 1, played, len(played))
+            progress.update(number + 1, metrics)
+        past = recorded(config.run_dir, family.name) if rounds else []
+        past += [item for folder in settings.runs for item in recorded(Path(folder), family.name)]
+        past += solved(family, family.tasks("train"), settings.gold)
+        if not past:
+            raise ConfigError("retrospex: run.iterations = 0, retrospex.gold = 0 and no retrospex.runs: no experience")
+        data = transitions(past, family, embed)
+        note(f"critic: {settings.updates} updates on {len(data.rewards)} steps of {len(past)} episodes")
+        critic, losses = train_critic(data, settings, seed=config.run.seed)
+        facts = {"episodes": len(past), "transitions": len(data.rewards), "losses": losses}
+        write_atomically(config.run_dir / CRITIC_FILE, json.dumps(facts))
+        note(f"evaluating on {config.evaluation.split}, without memory (the policy, then with its critic)")
+        plain = evaluate(collector, family, config.evaluation)
+        chooser = Rescorer(family, embed, critic.values, settings.decay, settings.limit)
+        proposals = config.evaluation.model_copy(update={"temperature": settings.temperature})
+        with closing(choosing(chooser)) as chooses:
+            rescored = evaluate(chooses, family, proposals)
+        for label, result in (("start", plain), ("end", rescored)):
+            logs.evaluation(result.record(label, rounds, config.evaluation.split))
+    return plain, rescored
+
+
+def _round(config: Config, family: EnvironmentFamily, number: int) -> list[Assignment]:
+    """A group of episodes of every task that is next in turn."""
+    tasks, size = family.tasks("train"), config.rollout.tasks_per_iteration
+    drawn = [tasks[(number * size + place) % len(tasks)] for place in range(size)]
+    return [
+        Assignment(f"i{number}/g{group}/e{member}", task)
+        for group, task in enumerate(drawn)
+        for member in range(config.rollout.group_size)
+    ]
 
 
 def _summary(chains: Sequence[Chain], episodes: Sequence[Episode]) -> Trial:

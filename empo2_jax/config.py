@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from empo2_jax.config_base import NonNegative, Positive, Probability, Section
-from empo2_jax.config_offline import ReflexionConfig, WarmstartConfig
+from empo2_jax.config_offline import ReflexionConfig, RetrospexConfig, WarmstartConfig
 from empo2_jax.errors import ConfigError
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -115,10 +115,10 @@ class RolloutConfig(Section):
 class AlgorithmConfig(Section):
     """What is learned from the episodes (paper sections 4.1 and 4.2)."""
 
-    name: Literal["empo2", "grpo", "gigpo", "reflexion"] = Field(
+    name: Literal["empo2", "grpo", "gigpo", "reflexion", "retrospex"] = Field(
         "empo2",
         description="grpo: empo2 with p_memory 0 and no novelty; gigpo: grpo with step advantages; "
-        "reflexion: trials without an update of the policy",
+        "reflexion, retrospex: no update of the policy, see their sections",
     )
     p_memory: Probability = Field(0.25, description="p: probability that an episode acts with tips")
     q_off_policy: Probability = Field(2 / 3, description="q: given tips, probability of learning without them")
@@ -155,7 +155,7 @@ class AlgorithmConfig(Section):
     @property
     def learns(self) -> bool:
         """Whether episodes update the policy."""
-        return self.name != "reflexion"
+        return self.name not in ("reflexion", "retrospex")
 
 
 class MemoryConfig(Section):
@@ -181,10 +181,14 @@ class MemoryConfig(Section):
 class IntrinsicConfig(Section):
     """Reward for novel states (paper section 4.3)."""
 
-    kind: Literal["count", "none"] = Field("count", description="count: coefficient / visits of similar states")
+    kind: Literal["count", "rnd", "none"] = Field(
+        "count",
+        description="count: coefficient / visits of similar states; rnd: error of a predictor of random features",
+    )
     coefficient: NonNegative = Field(1.0, description="points of a first visit")
-    threshold: float = Field(0.95, ge=-1, le=1, description="cosine from which two states are the same")
-    revisits: bool = Field(True, description="pay coefficient/n for revisits too")
+    threshold: float = Field(0.95, ge=-1, le=1, description="count: cosine from which two states are the same")
+    revisits: bool = Field(True, description="count: pay coefficient/n for revisits too")
+    rnd_learning_rate: float = Field(1e-3, gt=0, description="rnd: Adam's, of the predictor")
 
 
 class UpdateConfig(Section):
@@ -271,6 +275,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     warmstart: WarmstartConfig = WarmstartConfig()
     reflexion: ReflexionConfig = ReflexionConfig()
+    retrospex: RetrospexConfig = RetrospexConfig()
 
     @model_validator(mode="after")
     def _check(self) -> "Config":

@@ -1,4 +1,4 @@
-"""Sections of what learns without reinforcement: the supervised warm start and Reflexion.
+"""Sections of what learns without reinforcement: the supervised warm start, Reflexion and Retrospex.
 
 Their values in the paper's comparison are the defaults. Training by reinforcement is in `config.py`.
 """
@@ -61,3 +61,25 @@ class ReflexionConfig(Section):
 
     trials: Positive = Field(10, description="episodes per problem at most, one after another; a success ends them")
     kept: Positive = Field(3, description="newest reflections that the next trial sees")
+
+
+class RetrospexConfig(Section):
+    """An offline critic that rescores the policy's actions (`algorithm.name = "retrospex"`)."""
+
+    runs: tuple[str, ...] = Field(
+        (), strict=False, description="directories of runs whose recorded episodes the critic learns from too"
+    )
+    gold: int = Field(0, ge=0, description="gold paths of training problems that the critic learns from too")
+    expectile: float = Field(0.7, gt=0, lt=1, description="τ of the value's regression towards Q")
+    discount: Probability = Field(0.99, description="γ per action")
+    learning_rate: float = Field(1e-4, gt=0, description="Adam's, of both critics and the value")
+    target_rate: float = Field(
+        0.005, gt=0, le=1, description="share of the new Q that its target takes over per update"
+    )
+    updates: Positive = Field(2000, description="optimizer steps of the critic")
+    batch: Positive = Field(256, description="transitions per optimizer step")
+    hidden_size: Positive = Field(256, description="units of the critic's two hidden layers")
+    candidates: Positive = Field(5, description="actions that the policy proposes at every step")
+    temperature: float = Field(1.0, gt=0, description="sampling temperature of the proposals")
+    decay: Probability = Field(0.97, description="d: the policy's share is max(limit, d^step)")
+    limit: Probability = Field(0.6, description="least share of the policy in an action's score")

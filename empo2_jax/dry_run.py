@@ -34,4 +34,5 @@ def lines(config: Config) -> list[str]:
         f"{off:.3f} off-policy",
         f"# evaluation: {evaluations} episodes on {config.evaluation.split} every {config.evaluation.every} iterations",
         f"# warm start: {config.warmstart.updates} updates",
+        *([] if algorithm.learns else [f"# {algorithm.name}: no update of the policy after its warm start"]),
     ]

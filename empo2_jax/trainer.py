@@ -30,7 +30,7 @@ from empo2_jax.interrupts import Stopped
 from empo2_jax.learner.ledgers import fill, scorer
 from empo2_jax.learner.optim import policy_rate
 from empo2_jax.learner.step import LearnerState
-from empo2_jax.memory.novelty import PendingVisits, novelty_key
+from empo2_jax.memory.novelty import novelty_key
 from empo2_jax.metrics import Stopwatch, write_atomically
 from empo2_jax.ops.losses import finalize_metrics
 from empo2_jax.progress import RunProgress, note
@@ -98,7 +98,7 @@ class Trainer:
         self.algorithm = importlib.import_module(f"empo2_jax.algorithms.{config.algorithm.name}")
         embedder = assembly.make_embedder(config)
         self.memory = assembly.make_memory(config.memory, embedder)
-        self.novelty = assembly.make_novelty(config.intrinsic, config.memory, embedder)
+        self.novelty = assembly.make_novelty(config.intrinsic, config.memory, embedder, config.run.seed)
         self.engine = WatchedEngine(assembly.make_engine(config, self.policy), self.watch)
         stack.callback(self.engine.close)
         self.collector = self.gang.agree(
@@ -245,11 +245,11 @@ class Trainer:
             EpisodeGroup(task, tuple(episodes[group * size : (group + 1) * size])) for group, task in enumerate(tasks)
         ]
 
-    def reward_novelty(self, groups: Sequence[EpisodeGroup]) -> tuple[list[EpisodeGroup], list[PendingVisits]]:
-        """Groups whose valid episodes carry intrinsic rewards, and the visits to commit at the end."""
+    def reward_novelty(self, groups: Sequence[EpisodeGroup]) -> tuple[list[EpisodeGroup], list[Any]]:
+        """Groups whose valid episodes carry intrinsic rewards, and what novelty has to commit at the end."""
         if self.config.intrinsic.kind == "none" or self.config.intrinsic.coefficient == 0:
             return list(groups), []
-        pending: list[PendingVisits] = []
+        pending: list[Any] = []
 
         def reward(episode: Episode) -> Episode:
             if not episode.stop_reason.valid or not episode.steps:

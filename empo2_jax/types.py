@@ -16,7 +16,7 @@ from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int8, Int32
+from jaxtyping import Bool, Float32, Float64, Int8, Int32
 
 
 class Mode(IntEnum):
@@ -219,6 +219,27 @@ class TrainBatch(NamedTuple):
     reference_logprobs: Float32[np.ndarray, "B T"]
     mode: Int8[np.ndarray, "B T"]  # for metrics only: the learner has no branch on it
     branches: Branches | None = None
+
+
+class Transitions(NamedTuple):
+    """Steps of recorded episodes for an offline critic; states and actions as embeddings."""
+
+    states: Float32[np.ndarray, "N D"]
+    actions: Float32[np.ndarray, "N D"]
+    rewards: Float32[np.ndarray, " N"]  # shares of the full score
+    next_states: Float32[np.ndarray, "N D"]  # any value where the episode ended
+    ended: Bool[np.ndarray, " N"]
+
+
+@dataclass(frozen=True)
+class Proposals:
+    """What a policy would answer in one state, each text once."""
+
+    goal: str
+    state: str
+    step: int  # actions before
+    answers: tuple[str, ...]  # [K]
+    likelihoods: Float64[np.ndarray, " K"]  # geometric mean of an answer's token probabilities, 0–1
 
 
 @dataclass(frozen=True)

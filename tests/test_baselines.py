@@ -1,10 +1,12 @@
-"""Reflexion as a run: what a trial sees, where it ends, how it goes on after a kill, and that no weight changes."""
+"""Reflexion and Retrospex as runs: what is seen, where it ends, how it goes on after a kill; no weight changes."""
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from empo2_jax import assembly, baselines
@@ -14,10 +16,13 @@ from empo2_jax.config import Config
 from empo2_jax.config_file import load_config
 from empo2_jax.envs import toy
 from empo2_jax.errors import DataError
+from empo2_jax.memory.hashing_embedder import HashingEmbedder
 from empo2_jax.metrics import read_jsonl, read_metrics
 from empo2_jax.rollout.base import Request
+from empo2_jax.rollout.collect import Collector
 from empo2_jax.rollout.reflect import AfterFailure, ScriptedTipWriter
 from empo2_jax.rollout.replay import ReplayEngine
+from empo2_jax.rollout.rescore import Chooser, ChoosingCollector
 from tests.fixtures.worlds import make_collector, spoken, word_chat
 
 ROOT = Path(__file__).parents[1]
@@ -92,6 +97,55 @@ def test_a_damaged_trial_is_named(tmp_path: Path) -> None:
     (tmp_path / "trials/1.episodes").write_bytes(b"x")
     with pytest.raises(DataError, match=r"1\.episodes: no finished trial"):
         played(tmp_path, trials=1)
+
+
+def guesser(request: Request) -> str:
+    """Looks anywhere, then tries any room, as the request's key has it."""
+    rng = np.random.default_rng(request.key.astype(np.uint64))
+    if "the bulb was in" in word_chat().text(request.prompt_ids):
+        return f"try the {rng.choice(toy.ROOMS)}"
+    return f"look in the {rng.choice(toy.PLACES)}"
+
+
+def test_the_critic_finds_what_the_policy_only_guesses(tmp_path: Path) -> None:
+    options = [f"run.dir={tmp_path}", "run.tensorboard=false", "env.train_variations=2", "run.iterations=2"]
+    options += ["rollout.tasks_per_iteration=2", "rollout.group_size=4", "retrospex.gold=2", "retrospex.updates=400"]
+    options += [
+        "retrospex.learning_rate=3e-3",
+        "retrospex.hidden_size=32",
+        "retrospex.limit=0.0",
+        "retrospex.decay=0.0",
+    ]
+    settings = load_config(ROOT / "configs/baselines/toy_retrospex.toml", [*options, "evaluation.repeats=2"])
+    asked: list[Request] = []
+
+    def words(request: Request) -> str:
+        asked.append(request)
+        return guesser(request)
+
+    family, engine = toy.family(variations=2), ReplayEngine(spoken(word_chat(), words))
+
+    def run() -> tuple[float, float]:
+        plain = make_collector(engine, family, step_limit=3)
+        embed = HashingEmbedder(64).embed
+        found = baselines.retrospex(settings, family, plain, choosing, embed, word_chat().text)
+        plain.close()
+        return found[0].score, found[1].score
+
+    def choosing(chooser: Chooser) -> Collector:
+        return make_collector(engine, family, step_limit=3, one=partial(ChoosingCollector, chooser, 30))
+
+    guessed, chosen = run()
+    assert guessed < 40 < 60 < chosen  # the first action is the policy's alone: λ = 1
+    facts = json.loads((tmp_path / "critic.json").read_text())
+    rounds = [record for number in (1, 2) for record in read_jsonl(tmp_path / f"episodes/{number}.jsonl")]
+    assert (facts["episodes"], len(facts["losses"])) == (2 * 2 * 4 + 2, 400)
+    assert facts["transitions"] == sum(len(record["steps"]) for record in rounds) + 2 * 2
+    before, lines = len(asked), read_metrics(tmp_path)
+    assert run() == (guessed, chosen)  # rounds that are there are not played again
+    assert len(asked) - before < before
+    assert read_metrics(tmp_path) == lines
+    assert [line["label"] for line in read_jsonl(tmp_path / "evaluations.jsonl")] == ["start", "end"]
 
 
 @pytest.mark.medium

@@ -44,6 +44,11 @@ def warmstart_optimizer(config: WarmstartConfig) -> Optimizer:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
 
 
+def critic_optimizer(learning_rate: float) -> Optimizer:
+    """Adam at a constant rate (Retrospex)."""
+    return optax.adam(learning_rate)
+
+
 def init_moments(optimizer: Optimizer, params: Any, *, offload: bool = False) -> tuple[Any, Sharding]:
     """Optimizer state placed as `place_moments` says, and the sharding of its scalars.
 

@@ -1,7 +1,8 @@
-"""Protocols of the memory: text to unit vectors, and nearest neighbours among unit vectors."""
+"""Protocols of the memory: text to unit vectors, nearest neighbours among unit vectors, and rewards for novel ones."""
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float32, Int64
@@ -48,3 +49,30 @@ class VectorIndex(Protocol):
         ...
 
     def __len__(self) -> int: ...
+
+
+@runtime_checkable
+class Novelty(Protocol):
+    """Rewards for novel states; changes with `commit` alone, so that episodes may be asked in any order."""
+
+    def episode_rewards(
+        self, key: str, embeddings: Float32[np.ndarray, "S D"]
+    ) -> tuple[Float32[np.ndarray, " S"], Any]:
+        """Points for the states that the S actions of an episode of task `key` reached; what to `commit` of it."""
+        ...
+
+    def commit(self, pending: Iterable[Any]) -> None:
+        """Take in the states of an iteration's episodes, in episode order."""
+        ...
+
+    def metrics(self) -> dict[str, int]:
+        """Counts for `novelty/*`."""
+        ...
+
+    def dump(self, folder: Path) -> None:
+        """Write everything into `folder`, created if needed: the same content gives the same bytes."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Replace everything by a dump; raises `CheckpointError` if it is missing or does not fit."""
+        ...

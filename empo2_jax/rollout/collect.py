@@ -221,12 +221,16 @@ class Collector:
         if not lives:
             return
         try:
-            completions = self._engine.generate([self._request(live, temperature) for live in lives])
+            completions = self._sample(lives, temperature)
         except EngineError as error:
             for live in lives:
                 live.fail(StopReason.ENGINE_ERROR, error)
             return
         list(self._threads.map(self._step, lives, completions))
+
+    def _sample(self, lives: Sequence[Live], temperature: float) -> Sequence[Completion | EngineError]:
+        """An answer for each."""
+        return self._engine.generate([self._request(live, temperature) for live in lives])
 
     def _request(self, live: Live, temperature: float) -> Request:
         room = self._rollout.max_length - len(live.prompt)

@@ -299,3 +299,14 @@ def test_the_exported_policy_answers_as_the_readme_says(
     asked = names["tokenizer"].decode(names["prompt"]["input_ids"][0])
     answered = capsys.readouterr().out.strip()
     assert answered.startswith(asked) and len(answered) > len(asked) > 0
+
+
+def test_random_distillation_resumes_bit_for_bit(tmp_path: Path) -> None:
+    novelty = ("--intrinsic.kind", "rnd", "--intrinsic.coefficient", "5.0", "--evaluation.every", "1")
+    whole = train(tmp_path / "whole", *novelty)
+    train(tmp_path / "cut", *novelty, "--run.iterations", "1")
+    assert content_hash(train(tmp_path / "cut", *novelty)) == content_hash(whole)
+    first, second = read_metrics(whole)
+    assert 2.0 < first["novelty/bonus_mean"] < 10.0  # untrained: about the coefficient
+    assert second["novelty/bonus_mean"] < first["novelty/bonus_mean"]
+    assert second["novelty/states"] == second["total/environment_steps"]
