@@ -61,6 +61,8 @@ def check_fork(source: Path, step: int | None, config: Config) -> dict[str, Any]
         ConfigError: both directories are the same, or a key was changed that has to be kept.
     """
     target, changed = config.run_dir, changed_keys(source, config)
+    if not config.algorithm.learns:
+        raise ConfigError(f"--from {source}: {config.algorithm.name} trains nothing that could go on; see model.path")
     if target.resolve() == source.resolve():
         raise ConfigError(f"--from {source}: a fork needs a directory of its own; set --run.dir")
     store, made = CheckpointStore(source, keep=1), _read_fork(target)

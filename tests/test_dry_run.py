@@ -6,7 +6,7 @@ import pytest
 
 from empo2_jax import dry_run
 from empo2_jax.config_file import load_config
-from empo2_jax.study import load_study
+from empo2_jax.study.base import load_study
 
 ROOT = Path(__file__).parents[1]
 BASELINES = sorted(ROOT.glob("configs/baselines/*.toml"))
@@ -37,13 +37,13 @@ WORLDS = [ROOT / f"configs/{name}.toml" for name in ("toy", "scienceworld_qwen2.
 
 @pytest.mark.parametrize("arm", ABLATIONS.arms)
 def test_an_ablation_resolves_on_every_world(arm: str) -> None:
-    configs = [load_config(world, ABLATIONS.arms[arm]) for world in WORLDS]
+    configs = [load_config(world, ABLATIONS.arms[arm].overrides) for world in WORLDS]
     assert all(dry_run.lines(config)[0].startswith("# plan: ") for config in configs[:1])
     assert len({config.algorithm.p_memory for config in configs}) == 1
 
 
 def test_ablations_are_those_of_the_paper() -> None:
-    found = {name: load_config(ABLATIONS.base, overrides) for name, overrides in ABLATIONS.arms.items()}
+    found = {name: arm.config(0) for name, arm in ABLATIONS.arms.items()}
     p = {config.algorithm.p_memory for name, config in found.items() if name.startswith("p_")}
     q = {config.algorithm.q_off_policy for name, config in found.items() if name.startswith("q_")}
     assert (p, q) == ({0.1, 0.25, 0.4, 0.7}, {0.3, 0.5, 0.67, 0.85, 0.95})

@@ -120,3 +120,9 @@ def test_the_source_is_a_run_and_a_step() -> None:
     for text in ("runs/a@", "runs/a@new", "@3"):
         with pytest.raises(ConfigError, match="RUN@STEP is allowed"):
             parse_source(text)
+
+
+def test_what_trains_nothing_cannot_go_on(source: Path, tmp_path: Path) -> None:
+    preset = ("algorithm.name=reflexion", "algorithm.p_memory=0.0", "intrinsic.kind=none")
+    with pytest.raises(ConfigError, match="reflexion trains nothing that could go on"):
+        fork(source, 1, config_of(source, tmp_path / "fork", *preset))
