@@ -25,7 +25,7 @@ from empo2_jax.config import Config, LoraConfig
 from empo2_jax.errors import ConfigError
 from empo2_jax.hardware import Hardware, find_hardware
 from empo2_jax.learner.optim import policy_optimizer
-from empo2_jax.learner.step import Learner, head_room
+from empo2_jax.learner.step import Learner
 from empo2_jax.models.hf_folder import read_json
 from empo2_jax.models.lora import adapt, split
 from empo2_jax.models.qwen2 import Qwen2
@@ -33,6 +33,7 @@ from empo2_jax.models.qwen2_config import Qwen2Config
 from empo2_jax.models.qwen2_sizes import QWEN2_5, size_in
 from empo2_jax.models.sharding import MESH_AXES, check_divides, make_mesh, shardings, spec
 from empo2_jax.ops.attention import QUERY_CHUNK
+from empo2_jax.ops.logprobs import CHUNK
 from empo2_jax.ops.losses import policy_loss
 from empo2_jax.types import TrainBatch
 
@@ -41,7 +42,6 @@ ALL_WEIGHTS = LoraConfig()
 SHARE = 0.4  # of the bf16 peak, recomputation not counted: what a well-tuned update reaches
 MOST_DEVICES = 1024  # tried when looking for a number that fits
 COPIES = 2  # of the f32 weights beside the learner's: the engine's and the start's; the start of adapters is their base
-_HEAD_CHUNK = 512  # tokens whose logits exist at a time
 _COMPILED_LAYERS = 3
 _DTYPES = {"token_ids": "i4", "segment_ids": "i4", "positions": "i4", "loss_mask": "?", "mode": "i1"}  # others: f4
 _FIELDS = {name: np.dtype(_DTYPES.get(name, "f4")) for name in TrainBatch._fields if name != "branches"}
@@ -58,7 +58,7 @@ class Plan:
     mesh: Mesh3
     rows: int  # of a micro-batch
     length: int  # tokens of a row
-    capacity: int  # action tokens of a shard that go to the head
+    actions: int  # tokens of a shard that go to the head
     weights: int
     trained: int  # part of them that has gradients and moments
     moments: int
@@ -156,7 +156,6 @@ def temporary_bytes(
     mesh: Mesh3,
     rows: int,
     length: int,
-    capacity: int,
     remat: str = "full",
     lora: LoraConfig = ALL_WEIGHTS,
 ) -> int:
@@ -174,7 +173,7 @@ def temporary_bytes(
     kept = {"full": d, "dots": d + dots, "none": 3 * d + 2 * dots}[remat] * tokens * shape.num_layers
     scores = 14 * rows // (data * fsdp) * min(QUERY_CHUNK, length) * heads / shape.head_dim * length
     working = 2 * layer / tensor + tokens * (4 * mlp + 4 * heads + (6 if tensor == 1 else 28) * d) + scores
-    head = 3 * min(_HEAD_CHUNK, capacity * fsdp) * vocab + 3 * capacity * fsdp * d
+    head = 3 * min(CHUNK, tokens * fsdp) * vocab + 3 * tokens * d
     ends = (
         1 if lora.enabled else 3
     ) * vocab * d + tokens * fsdp * d  # the vocabulary's gradients, and what is exchanged
@@ -196,7 +195,7 @@ def forward_flops(shape: Qwen2Config, tokens: int, context: int, actions: int) -
 
 
 def _traffic(
-    shape: Qwen2Config, mesh: Mesh3, tokens: int, capacity: int, width: int, remat: str, adapter: int
+    shape: Qwen2Config, mesh: Mesh3, tokens: int, actions: int, width: int, remat: str, adapter: int
 ) -> dict[str, float]:
     """Bytes one device sends for a micro-batch of `tokens` per shard: ring algorithms, `width` bytes per activation.
 
@@ -207,7 +206,7 @@ def _traffic(
     matrices = shape.num_layers * _layer_matrices(shape) / tensor
     ring = {name: (size - 1) / size for name, size in zip(MESH_AXES, mesh, strict=True)}
     sums = 2 * (passes + 1) * shape.num_layers * tokens * shape.hidden_size * width
-    ends = 2 * (tokens + capacity) * fsdp * shape.hidden_size * width
+    ends = 2 * (tokens + actions) * fsdp * shape.hidden_size * width
     found = {
         "all-gather of weights (fsdp)": (passes + (passes == 1)) * matrices * width * ring["fsdp"],
         "reduce-scatter of gradients (fsdp)": (adapter * fsdp or matrices * 4) * ring["fsdp"],
@@ -230,7 +229,6 @@ def plan_on(config: Config, name: str, shape: Qwen2Config, chip: Hardware, mesh:
     rows = max(update.micro_batch_tokens // length // shards, 1) * shards
     per_shard = rows // shards * length
     actions = min(config.env.step_limit * rollout.max_action_tokens, rollout.max_length)
-    capacity = head_room(per_shard, rows // shards * actions)
     episodes = rollout.tasks_per_iteration * rollout.group_size
     per_update = min(episodes, max(1, round(update.minibatch_steps / config.env.step_limit)))
     updates, micro = math.ceil(episodes / per_update), math.ceil(per_update / rows)
@@ -252,13 +250,13 @@ def plan_on(config: Config, name: str, shape: Qwen2Config, chip: Hardware, mesh:
         mesh=mesh,
         rows=rows,
         length=length,
-        capacity=capacity,
+        actions=rows // shards * actions,
         weights=weights + adapter,
         trained=trained,
         moments=2 * trained,
         copies=COPIES - 1 if lora else COPIES,
         batch=per_shard * sum(dtype.itemsize for dtype in _FIELDS.values()),
-        temporaries=temporary_bytes(shape, mesh, rows, length, capacity, config.model.remat, config.lora),
+        temporaries=temporary_bytes(shape, mesh, rows, length, config.model.remat, config.lora),
         compiled=False,
         offload=update.offload_moments,
         kv_token=2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * width / math.prod(mesh),
@@ -268,7 +266,7 @@ def plan_on(config: Config, name: str, shape: Qwen2Config, chip: Hardware, mesh:
         micro_batches=micro,
         model_flops=float(episodes * useful * (ledgers + passes * update.epochs)),
         padded_flops=float(padded * (ledger_rows * ledgers + passes * update.epochs * updates * micro * rows)),
-        traffic=_traffic(shape, mesh, per_shard, capacity, width, config.model.remat, adapter),
+        traffic=_traffic(shape, mesh, per_shard, rows // shards * actions, width, config.model.remat, adapter),
         share=share,
     )
 
@@ -349,7 +347,7 @@ def lower_update(plan: Plan, config: Config) -> tuple[jax.stages.Lowered, jax.st
         remat=config.model.remat,
         mesh=mesh,
     )
-    return learner.lower(params, batch, plan.capacity)
+    return learner.lower(params, batch)
 
 
 def compiled(plan: Plan, config: Config) -> Plan:
@@ -363,6 +361,6 @@ def compiled(plan: Plan, config: Config) -> Plan:
     # Buffers are assigned before code is optimized, and this code will not run.
     memory = adding.compile(compiler_options={"xla_backend_optimization_level": "0"}).memory_analysis()
     assert memory is not None, "the CPU's compiler reports its buffers"
-    sizes = (plan.mesh, plan.rows, plan.length, plan.capacity, config.model.remat, config.lora)
+    sizes = (plan.mesh, plan.rows, plan.length, config.model.remat, config.lora)
     rest = temporary_bytes(plan.shape, *sizes) - temporary_bytes(short.shape, *sizes)
     return replace(plan, temporaries=memory.temp_size_in_bytes + rest, compiled=True)

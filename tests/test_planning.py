@@ -104,7 +104,7 @@ def test_flops_of_a_forward_pass_by_hand() -> None:
 
 def test_a_plan_by_hand() -> None:
     plan = plan_on(small(), "small", SMALL, HARDWARE["h100"], (1, 2, 2))
-    assert (plan.rows, plan.length, plan.capacity) == (4, 8, 4)  # two rows, 16 tokens and 4 actions a shard
+    assert (plan.rows, plan.length, plan.actions) == (4, 8, 4)  # two rows, 16 tokens and 4 actions a shard
     assert (plan.episodes, plan.updates, plan.micro_batches) == (8, 2, 1)
     norms, biases = 5 * 16, 2 * (16 + 2 * 8)  # biases are split over tensor alone
     assert plan.weights == 4 * (norms + biases // 2 + (SMALL.num_parameters - norms - biases) // 4)

@@ -4,6 +4,7 @@ import zlib
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -13,6 +14,7 @@ from empo2_jax.models.hf_weights import named
 from empo2_jax.models.qwen2 import Qwen2
 from empo2_jax.models.qwen2_config import Qwen2Config
 from empo2_jax.models.qwen2_sizes import QWEN2_5
+from empo2_jax.models.sharding import make_mesh, shardings
 from empo2_jax.types import TrainBatch
 
 CLIPS = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 10.0}
@@ -49,6 +51,15 @@ def make_model(shape: str, dtype: DTypeLike = jnp.float32) -> Qwen2:
     for name, variable in named(params).items():
         variable.set_value(jnp.asarray(weight(name, variable.shape)))
     return nnx.merge(graph, params)
+
+
+def placed_model(shape: str) -> tuple[Any, Any]:
+    """Structure and f32 parameters of that model, on the mesh of one device as in a run.
+
+    Left where they were made, they would be of another type than those an update returns, which compiles twice.
+    """
+    graph, params = nnx.split(make_model(shape))
+    return graph, jax.device_put(params, shardings(params, make_mesh(jax.devices(), 1, 1, 1)))
 
 
 class Prompts(NamedTuple):

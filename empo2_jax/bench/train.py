@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from empo2_jax.bench.base import Case, Side
-from empo2_jax.bench.shapes import CLIPS, SHAPES, make_model, train_batch
+from empo2_jax.bench.shapes import CLIPS, SHAPES, placed_model, train_batch
 from empo2_jax.config import UpdateConfig
 from empo2_jax.learner.optim import policy_optimizer
 from empo2_jax.learner.step import Learner
@@ -48,7 +48,7 @@ def make_learner(graphdef: nnx.GraphDef) -> Learner:
 
 def ours(shape: str, rows: int, length: int) -> Side:
     """The learner's update; its first one warms up and gives the answers."""
-    graphdef, params = nnx.split(make_model(shape))
+    graphdef, params = placed_model(shape)
     learner, batch = make_learner(graphdef), train_batch(shape, rows, length)
     logprobs, _ = learner.logprobs(params, batch)
     state, first = learner.update(learner.init(params), [batch])

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from flax import nnx
 
 from empo2_jax.bench.base import Case, Side
-from empo2_jax.bench.shapes import SHAPES, make_model, prompts
+from empo2_jax.bench.shapes import SHAPES, placed_model, prompts
 from empo2_jax.bench.train import make_learner
 from empo2_jax.data.packing import Packed, pack, unpack
 from empo2_jax.data.rows import build_rows, token_weights
@@ -86,7 +85,7 @@ def update_side(shape: str, rows: Sequence[Row], packed: Packed) -> Side:
         rows: Rows in episode and step order.
         packed: All of them; all batches have one shape.
     """
-    graphdef, params = nnx.split(make_model(shape))
+    graphdef, params = placed_model(shape)
     learner = make_learner(graphdef)
     logprobs = [learner.logprobs(params, batch)[0] for batch in packed.batches]
     # An update without a gradient compiles everything and changes neither moments nor, but for the decay, weights.

@@ -9,7 +9,7 @@ over `data` and `fsdp`. Which device computes what is the compiler's choice, exc
 (`models/vocabulary.py`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,18 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from empo2_jax.errors import ConfigError
 from empo2_jax.learner.optim import Optimizer, descend, init_moments, place_moments
 from empo2_jax.models.qwen2 import Qwen2
 from empo2_jax.models.sharding import batch_shards, make_mesh, spec
-from empo2_jax.models.vocabulary import action_logprobs
+from empo2_jax.models.vocabulary import Objective, action_logprobs, action_loss
 from empo2_jax.types import TrainBatch
-
-Objective = Callable[
-    [Float32[Array, "B T"], Float32[Array, "B T"], TrainBatch], tuple[Float32[Array, ""], dict[str, Array]]
-]
 
 
 class LearnerState(NamedTuple):
@@ -76,7 +72,7 @@ class Learner:
         self._mesh = make_mesh(jax.devices(), 1, 1, 1) if mesh is None else mesh
         self.row_multiple = batch_shards(self._mesh)
         everywhere = NamedSharding(self._mesh, PartitionSpec())  # what goes to the host, whatever process that is of
-        self._logprobs = jax.jit(self._forward, static_argnames="capacity", out_shardings=everywhere)
+        self._logprobs = jax.jit(self._forward, out_shardings=everywhere)
         self._sum = jax.jit(partial(jax.tree.map, jnp.add), out_shardings=everywhere, donate_argnums=0)
 
     def init(self, params: Any) -> LearnerState:
@@ -94,7 +90,7 @@ class Learner:
     def logprobs(self, params: Any, batch: TrainBatch) -> tuple[np.ndarray, np.ndarray]:
         """(log-probs, entropies) f32[B, T] of the action tokens at the training temperature, nats; 0 elsewhere."""
         with jax.set_mesh(self._mesh):
-            logprobs, entropy = self._logprobs(params, self._frozen, self._place(batch), capacity=self._capacity(batch))
+            logprobs, entropy = self._logprobs(params, self._frozen, self._place(batch))
         return np.asarray(logprobs), np.asarray(entropy)
 
     def update(self, state: LearnerState, batches: Sequence[TrainBatch]) -> tuple[LearnerState, dict[str, np.ndarray]]:
@@ -105,21 +101,18 @@ class Learner:
         with jax.set_mesh(self._mesh):
             grads, sums = self._zeros(state.params), None
             for batch in batches:
-                capacity = self._capacity(batch)
-                placed = self._place(batch)
-                grads, item = self._accumulate(grads, state.params, self._frozen, placed, capacity=capacity)
+                grads, item = self._accumulate(grads, state.params, self._frozen, self._place(batch))
                 sums = item if sums is None else self._sum(sums, item)
             assert sums is not None, "an update needs a batch"
             state, outcome = self._apply(state, grads, sums["loss"])
         return state, {name: np.asarray(value) for name, value in {**sums, **outcome}.items()}
 
-    def lower(self, params: Any, batch: TrainBatch, capacity: int) -> tuple[jax.stages.Lowered, jax.stages.Lowered]:
+    def lower(self, params: Any, batch: TrainBatch) -> tuple[jax.stages.Lowered, jax.stages.Lowered]:
         """The two programs of an update, for abstract arrays that carry their shardings; nothing is placed or run.
 
         Args:
             params: Trained parameters.
             batch: One micro-batch.
-            capacity: Room for the action tokens of each shard.
 
         Returns:
             The one that adds the gradient of `batch`, and the one that applies the sum.
@@ -129,7 +122,7 @@ class Learner:
         loss = jax.ShapeDtypeStruct((), jnp.float32, sharding=scalar)
         self._compile(state)
         with jax.set_mesh(self._mesh):
-            added = self._accumulate.lower(params, params, self._frozen, batch, capacity=capacity)
+            added = self._accumulate.lower(params, params, self._frozen, batch)
             return added, self._apply.lower(state, params, loss)
 
     def _compile(self, state: LearnerState) -> None:
@@ -138,27 +131,26 @@ class Learner:
         self._zeros = jax.jit(partial(jax.tree.map, jnp.zeros_like), out_shardings=placement.params)
         self._accumulate = jax.jit(
             self._add_gradient,
-            static_argnames="capacity",
             out_shardings=(placement.params, placement.updates),
             donate_argnums=0,
         )
         self._apply = jax.jit(self._descend, out_shardings=(placement, placement.updates), donate_argnums=0)
 
-    def _forward(self, params: Any, frozen: Any, batch: TrainBatch, capacity: int) -> tuple[Array, Array]:
+    def _hidden(self, params: Any, frozen: Any, batch: TrainBatch) -> tuple[Float[Array, "B T D"], Float[Array, "V D"]]:
         model: Qwen2 = nnx.merge(self._graphdef, params, frozen)
         token_ids, positions, segment_ids = map(jnp.asarray, (batch.token_ids, batch.positions, batch.segment_ids))
-        hidden = model(token_ids, positions, segment_ids, batch.branches, remat=self._remat)
-        mask = jnp.asarray(batch.loss_mask)
-        return action_logprobs(hidden, model.head, token_ids, mask, temperature=self._temperature, capacity=capacity)
+        return model(token_ids, positions, segment_ids, batch.branches, remat=self._remat), model.head
 
-    def _loss(self, params: Any, frozen: Any, batch: TrainBatch, capacity: int) -> tuple[Array, dict[str, Array]]:
-        return self._objective(*self._forward(params, frozen, batch, capacity), batch)
+    def _forward(self, params: Any, frozen: Any, batch: TrainBatch) -> tuple[Array, Array]:
+        hidden, head = self._hidden(params, frozen, batch)
+        token_ids, mask = jnp.asarray(batch.token_ids), jnp.asarray(batch.loss_mask)
+        return action_logprobs(hidden, head, token_ids, mask, temperature=self._temperature)
 
-    def _add_gradient(
-        self, total: Any, params: Any, frozen: Any, batch: TrainBatch, capacity: int
-    ) -> tuple[Any, dict[str, Array]]:
+    def _add_gradient(self, total: Any, params: Any, frozen: Any, batch: TrainBatch) -> tuple[Any, dict[str, Array]]:
         """Add the gradient of a batch in the place of `total`, so that no second whole gradient exists."""
-        (loss, sums), grads = jax.value_and_grad(self._loss, has_aux=True)(params, frozen, batch, capacity)
+        (hidden, head), pull = jax.vjp(lambda trained: self._hidden(trained, frozen, batch), params)
+        loss, sums, *slopes = action_loss(hidden, head, batch, self._objective, temperature=self._temperature)
+        (grads,) = pull(tuple(slopes))
         return jax.tree.map(jnp.add, total, grads), {**sums, "loss": loss}
 
     def _descend(self, state: LearnerState, grads: Any, loss: Array) -> tuple[LearnerState, dict[str, Array]]:
@@ -170,21 +162,11 @@ class Learner:
         return new, {"grad_norm": norm, "skipped": ~finite}
 
     def _place(self, batch: TrainBatch) -> TrainBatch:
-        place = NamedSharding(self._mesh, spec("batch", "length"))  # a process puts its own devices' rows there
-        return jax.tree.map(lambda rows: jax.make_array_from_callback(rows.shape, place, rows.__getitem__), batch)
-
-    def _capacity(self, batch: TrainBatch) -> int:
-        """Room for the action tokens of any shard."""
         rows, shards = len(batch.loss_mask), self.row_multiple
         if rows % shards:
             raise ConfigError(f"a batch of {rows} rows does not divide over data × fsdp = {shards} devices of the mesh")
-        count, size = np.asarray(batch.loss_mask).reshape(shards, -1).sum(axis=1).max(), batch.loss_mask.size // shards
-        return head_room(size, int(count))
-
-
-def head_room(tokens: int, actions: int) -> int:
-    """Room for action tokens at the head: the least of a few shares of all tokens, so that few shapes compile."""
-    return next(room for room in (tokens // 16, tokens // 8, tokens // 4, tokens // 2, tokens) if room >= actions)
+        place = NamedSharding(self._mesh, spec("batch", "length"))  # a process puts its own devices' rows there
+        return jax.tree.map(lambda rows: jax.make_array_from_callback(rows.shape, place, rows.__getitem__), batch)
 
 
 def supervised_loss(

@@ -5,14 +5,25 @@ so the devices of an `fsdp` group exchange token ids and hidden states of their 
 matrices: no device ever sees the part of another, or its gradient, or logits beyond [chunk, its part of V].
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, DTypeLike, Float, Float32, Int32
 
 from empo2_jax.models.sharding import RULES, spec
-from empo2_jax.ops.logprobs import token_logprobs
+from empo2_jax.ops.logprobs import Split, token_logprobs, token_loss
+from empo2_jax.types import TrainBatch
 
-_VOCAB = RULES["vocab"] or ()
+Objective = Callable[
+    [Float32[Array, "B T"], Float32[Array, "B T"], TrainBatch], tuple[Float32[Array, ""], dict[str, Array]]
+]
+
+_VOCAB, _BATCH = (tuple(RULES[axis] or ()) for axis in ("vocab", "batch"))
+_SPLIT = Split(_VOCAB, "fsdp")
+_DATA = tuple(axis for axis in _BATCH if axis not in _VOCAB)  # replicas of the head
 
 
 def embed(table: Float[Array, "V D"], token_ids: Int32[Array, "B T"], dtype: DTypeLike) -> Float[Array, "B T D"]:
@@ -38,7 +49,6 @@ def action_logprobs(
     loss_mask: Bool[Array, "B T"],
     *,
     temperature: float,
-    capacity: int,
 ) -> tuple[Float32[Array, "B T"], Float32[Array, "B T"]]:
     """Log-probs and entropies of the action tokens, nats; 0 elsewhere. Needs a mesh (`jax.set_mesh`).
 
@@ -48,23 +58,71 @@ def action_logprobs(
         token_ids: Tokens, each predicted from the hidden state before it.
         loss_mask: Action tokens; none is the first of its row. Only they go to the head.
         temperature: Divides the logits; above 0.
-        capacity: Room for the action tokens of each shard of the batch, static; at least their number.
     """
 
     def local(hidden: Array, head: Array, token_ids: Array, loss_mask: Array) -> tuple[Array, Array]:
-        # The fill value 0 is never an action token, since nothing predicts a first token.
-        (index,) = jnp.nonzero(loss_mask.reshape(-1), size=capacity, fill_value=0)
-        mine = hidden.reshape(-1, hidden.shape[-1])[index - 1], token_ids.reshape(-1)[index]
-        states, targets = (jax.lax.all_gather(part, "fsdp", tiled=True) for part in mine)
-        scored = token_logprobs(states, head, targets, temperature, axes=_VOCAB)
-
-        def spread(values: Array) -> Array:
-            own = jax.lax.dynamic_slice_in_dim(values, jax.lax.axis_index("fsdp") * capacity, capacity)
-            empty = jnp.zeros(token_ids.size, jnp.float32)
-            return empty.at[index].add(jnp.where(index > 0, own, 0.0)).reshape(token_ids.shape)
-
-        return spread(scored[0]), spread(scored[1])
+        index, count = _actions(loss_mask)
+        states, targets = hidden.reshape(-1, hidden.shape[-1])[index - 1], token_ids.reshape(-1)[index]
+        scored = token_logprobs(states, head, targets, temperature, count=count, split=_SPLIT)
+        logprobs, entropy = (_spread(values, loss_mask.reshape(-1)).reshape(loss_mask.shape) for values in scored)
+        return logprobs, entropy
 
     rows = spec("batch", "length")
     places = (spec("batch", "length", "hidden"), spec("vocab", "hidden"), rows, rows)
-    return jax.shard_map(local, in_specs=places, out_specs=(rows, rows))(hidden, head, token_ids, loss_mask)
+    run = jax.shard_map(local, in_specs=places, out_specs=(rows, rows), check_vma=False)
+    return run(hidden, head, token_ids, loss_mask)
+
+
+def action_loss(
+    hidden: Float[Array, "B T D"],
+    head: Float32[Array, "V D"],
+    batch: TrainBatch,
+    objective: Objective,
+    *,
+    temperature: float,
+) -> tuple[Float32[Array, ""], dict[str, Array], Float[Array, "B T D"], Float32[Array, "V D"]]:
+    """The objective of a batch with the gradients of `hidden` and `head`. Needs a mesh (`jax.set_mesh`).
+
+    Args:
+        hidden: Final hidden states.
+        head: f32 master of the output matrix.
+        batch: Rows; only their action tokens go to the head.
+        objective: A sum over tokens: it is called on parts of the batch, of shape [1, n] and without branches.
+        temperature: Divides the logits; above 0.
+
+    Returns:
+        The loss, the other sums, and the gradients of `hidden` and of `head`.
+    """
+
+    def loss(logprobs: Array, entropy: Array, part: TrainBatch) -> tuple[Array, dict[str, Array]]:
+        return objective(logprobs[None], entropy[None], jax.tree.map(lambda values: values[None], part))
+
+    def local(hidden: Array, head: Array, batch: TrainBatch) -> tuple[Any, ...]:
+        mask = jnp.asarray(batch.loss_mask)
+        index, count = _actions(mask)
+        part = jax.tree.map(lambda values: values.reshape(-1)[index], batch)
+        part = part._replace(loss_mask=index > 0)
+        states = hidden.reshape(-1, hidden.shape[-1])[index - 1]
+        value, sums, to_states, to_head = token_loss(
+            states, head, part.token_ids, part, loss, temperature, count=count, split=_SPLIT
+        )
+        predicts = jnp.roll(mask.reshape(-1), -1)  # no first token is an action
+        value, sums = jax.lax.psum((value, sums), _BATCH)
+        return value, sums, _spread(to_states, predicts).reshape(hidden.shape), jax.lax.psum(to_head, _DATA)
+
+    states, table, whole = spec("batch", "length", "hidden"), spec("vocab", "hidden"), PartitionSpec()
+    places, results = (states, table, spec("batch", "length")), (whole, whole, states, table)
+    run = jax.shard_map(local, in_specs=places, out_specs=results, check_vma=False)
+    return run(hidden, head, jax.tree.map(jnp.asarray, batch._replace(branches=None)))
+
+
+def _actions(loss_mask: Bool[Array, "b T"]) -> tuple[Int32[Array, " n"], Int32[Array, ""]]:
+    """Places of this device's action tokens, then zeros; the largest number of them on any device."""
+    (index,) = jnp.nonzero(loss_mask.reshape(-1), size=loss_mask.size, fill_value=0)  # 0: a first token, no action
+    return index, jax.lax.pmax(loss_mask.sum(dtype=jnp.int32), _BATCH)
+
+
+def _spread(values: Float[Array, "n ..."], chosen: Bool[Array, " n"]) -> Float[Array, "n ..."]:
+    """Values of the action tokens, in their order, at the chosen places; 0 elsewhere. A gather, not a scatter."""
+    found = values[jnp.maximum(jnp.cumsum(chosen, dtype=jnp.int32) - 1, 0)]
+    return jnp.where(chosen.reshape(-1, *[1] * (values.ndim - 1)), found, 0.0)

@@ -169,18 +169,23 @@ def test_an_update_that_is_not_finite_changes_nothing_and_the_next_one_counts(va
 
 
 def test_later_updates_compile_nothing():
+    traces = []
+
     def objective(*batch: Any) -> Any:
+        traces.append(len(batch))
         return POLICY_LOSS(*batch)
 
-    step = adamw(chex.assert_max_traces(objective, n=1))
+    step = adamw(objective)
     whole, parts = pack(ready(0.1), [16], 32).batches[0], pack(ready(), [16], 32).batches
     placed = jax.device_put(fresh(), shardings(PARAMS, make_mesh(jax.devices(), 1, 1, 1)))  # as in a run
     state, _ = step.update(step.init(placed), [whole, whole])  # the warm-up
     compiled = [step._logprobs._cache_size(), step._accumulate._cache_size(), step._apply._cache_size()]
+    traces.clear()
     for batch in (*parts, poisoned(whole, np.nan)):  # new weights, new numbers, a skipped update
         state, _ = step.update(state, [batch, batch, whole])
     sizes = [step._logprobs._cache_size(), step._accumulate._cache_size(), step._apply._cache_size()]
     assert sizes == compiled == [0, 1, 1]
+    assert not traces
 
 
 def test_a_batch_must_divide_over_the_mesh():
