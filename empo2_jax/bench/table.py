@@ -42,6 +42,7 @@ def show(results: Sequence[Result], verdicts: Sequence[Verdict], peaks: Peaks, c
     for verdict in verdicts:
         if not verdict.met:
             kind = "MISSED" if verdict.stable else "warning"
+            kind = kind if verdict.adr is None else f"missed, see ADR {verdict.adr}"
             value = "not measured" if math.isnan(verdict.value) else f"{verdict.value:.4g}"
             console.print(f"{kind}: {verdict.case} {verdict.figure} {value}, goal {verdict.goal}", markup=False)
     console.print(f"{sum(verdict.met for verdict in verdicts)} of {len(verdicts)} goals met")

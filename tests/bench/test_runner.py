@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -106,6 +107,22 @@ def result_of(ours=1.0, peer=2.0, *, equal=True, problem=""):
         (result_of(), {"cpu_ratio": {"least": 1.5}, "bytes_ratio": {"least": 2.0}}, 0, "3 of 3 goals met"),
         (result_of(), {"cpu_ratio": {"least": 2.5}}, 1, "MISSED: fake/case cpu_ratio 2, goal ≥ 2.5"),
         (result_of(), {"bytes": {"most": 0.5}}, 1, "MISSED: fake/case bytes 1, goal ≤ 0.5"),
+        (
+            result_of(),
+            {"cpu_ratio": {"least": 2.5, "accepted": 1.9, "adr": 7}},
+            0,
+            "missed, see ADR 7: fake/case cpu_ratio 2, goal ≥ 2.5\n1 of 2 goals met",
+        ),
+        (
+            result_of(),
+            {"bytes": {"most": 0.5, "accepted": 1.0, "adr": 7}},
+            0,
+            "missed, see ADR 7: fake/case bytes 1, goal ≤ 0.5",
+        ),
+        (result_of(), {"cpu_ratio": {"least": 2.5, "accepted": 2.1, "adr": 7}}, 1, "MISSED: fake/case cpu_ratio 2"),
+        (result_of(), {"bytes": {"most": 0.5, "accepted": 0.9, "adr": 7}}, 1, "MISSED: fake/case bytes 1"),
+        (result_of(), {"cpu_ratio": {"least": 1.5, "accepted": 1.0, "adr": 7}}, 0, "2 of 2 goals met"),
+        (result_of(equal=False), {"cpu_ratio": {"least": 1.5, "accepted": 1.0, "adr": 7}}, 1, "not measured"),
         (result_of(), {"wall_ratio": {"least": 2.5}}, 0, "warning: fake/case wall_ratio 2, goal ≥ 2.5"),
         (result_of(), {"seconds": {"most": 0.5}}, 0, "warning: fake/case seconds 1, goal ≤ 0.5"),
         (result_of(equal=False), {}, 1, "MISSED: fake/case equal 0, goal yes"),
@@ -158,6 +175,10 @@ def test_cases_have_their_functions_and_goals_their_cases(quick):
             inspect.signature(getattr(importlib.import_module(module), name)).bind(**case.arguments)
     names = {case.name for quick in (True, False) for case in runner.find_cases((), quick)}
     assert set(goals.load()) <= names
+    records = Path(__file__).parents[2] / "docs" / "adr"
+    for goal in (goal for figures in goals.load().values() for goal in figures.values() if "adr" in goal):
+        assert goal.keys() & {"least", "most"} and "accepted" in goal
+        assert len(list(records.glob(f"{goal['adr']:04d}-*.md"))) == 1
 
 
 def test_no_module_but_the_peer_needs_torch():
