@@ -22,7 +22,7 @@ def test_the_toy_study_compares_what_the_readme_says() -> None:
     study = load_study(ROOT / "configs/studies/toy.toml")
     assert study.seeds >= 10
     assert study.arms["naive"].config(0).run.iterations == 0
-    assert {"gigpo", "grpo_novelty", "behavior", "mode_iteration", "mode_group"} <= study.arms.keys()
+    assert {"grpo_novelty", "behavior", "mode_iteration", "mode_group"} <= study.arms.keys()
     assert 'algorithm.off_policy_denominator="behavior"' in study.arms["behavior"].overrides
 
 
