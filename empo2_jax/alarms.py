@@ -1,12 +1,14 @@
 """What is said, or refused, when the numbers of an iteration point at something that cannot work."""
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 
 from empo2_jax.errors import EnvError, UpdateError
 from empo2_jax.types import Episode
 
 MAX_GAP = {"float32": 1e-4, "bfloat16": 2e-2}  # nats, by compute dtype; in f32 ten times what is asserted in tests
+ENTROPY = 0.01, 0.7  # nats per token below which nothing new is tried; share of a uniform guess's that is noise
 CANARIES = 10  # a server's gap may be so many times what its canary may
 MAX_SKIPPED = 3  # updates in a row
 _GUIDE = "see docs/troubleshooting.md#"  # a section of it
@@ -42,13 +44,14 @@ def count_skipped(in_a_row: int, skipped: bool, where: str) -> int:
     return in_a_row + 1
 
 
-def warn(metrics: Mapping[str, float], learning_rate: float, max_gap: float) -> None:
+def warn(metrics: Mapping[str, float], learning_rate: float, max_gap: float, vocabulary: int) -> None:
     """Say when numbers point at a setting that cannot work or at an engine that does not match the trainer.
 
     Args:
         metrics: Of one iteration.
         learning_rate: Of the optimizer.
         max_gap: Nats that the engine's log-probs may differ from the trainer's.
+        vocabulary: Tokens of the policy.
     """
     if metrics["memory/tips_missing"]:
         _log.warning(
@@ -63,6 +66,16 @@ def warn(metrics: Mapping[str, float], learning_rate: float, max_gap: float) -> 
             metrics["mismatch/logprob_abs_diff_max"],
             max_gap,
             _GUIDE,
+        )
+    entropy, (least, share) = metrics.get("actor/entropy"), ENTROPY
+    if entropy is not None and not least <= entropy <= share * math.log(vocabulary):
+        _log.warning(
+            "the policy's entropy is %.1e nats per token: it %s; allowed are %g to %.1f. Go back to a "
+            "checkpoint before that, with a lower learning_rate or an entropy_coefficient",
+            entropy,
+            "repeats itself, and its groups end alike" if entropy < least else "guesses",
+            least,
+            share * math.log(vocabulary),
         )
     if metrics["actor/updates"] < 5 and learning_rate <= 2e-6:
         _log.warning(

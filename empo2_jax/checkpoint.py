@@ -8,11 +8,9 @@ here knows what a tip or an optimizer is, and nothing is unpickled.
 
 import fcntl
 import hashlib
-import json
 import logging
-import os
 import shutil
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -23,11 +21,23 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from empo2_jax import distributed
+from empo2_jax.checkpoint_files import (
+    canonical,
+    files_problem,
+    format_problem,
+    hash_folder,
+    kept_steps,
+    read_json,
+    require_space,
+    sync,
+    sync_tree,
+    write_json,
+    write_manifest,
+)
 from empo2_jax.errors import CheckpointError
 from empo2_jax.interrupts import uninterrupted
 from empo2_jax.metrics import METRICS_FILE, read_metrics, untimed
 
-FORMAT = 1
 FOLDER = "checkpoints"
 
 _log = logging.getLogger(__name__)
@@ -48,11 +58,11 @@ def _quiet() -> Generator[None, None, None]:
 class CheckpointStore:
     """The checkpoints of one run directory. One writer at a time (see `RunLock`); readers are free."""
 
-    def __init__(self, run_dir: Path, keep: int) -> None:
-        """`keep` newest steps survive a save."""
+    def __init__(self, run_dir: Path, keep: int, every: int = 0, best: int = 0) -> None:
+        """What survives a save: the `keep` newest steps, those that `every` divides, the `best` by `val/score`."""
         self._run_dir = run_dir
         self._folder = run_dir / FOLDER
-        self._keep = keep
+        self._keep, self._every, self._best = keep, every, best
         self._parent: int | None = None
 
     def steps(self) -> list[int]:
@@ -92,15 +102,15 @@ class CheckpointStore:
             self._sweep()
             for name in ("memory", "novelty"):
                 (draft / name).mkdir(parents=True)
-            _require_space(draft / "reserve", sum(leaf.nbytes for leaf in leaves.values()))
+            require_space(draft / "reserve", sum(leaf.nbytes for leaf in leaves.values()))
 
         def complete() -> None:
             memory_dump(draft / "memory")
             novelty_dump(draft / "novelty")
-            _write_json(draft / "cursor.json", cursor)
-            content = {name: _hash_folder(draft / name) for name in ("memory", "novelty")}
+            write_json(draft / "cursor.json", cursor)
+            content = {name: hash_folder(draft / name) for name in ("memory", "novelty")}
             self._write_manifest(draft, step, {"state": digest, **content})
-            _sync_tree(draft)
+            sync_tree(draft)
             self._publish(draft, step)
 
         try:
@@ -121,13 +131,16 @@ class CheckpointStore:
         """Newest step that verifies, None if there is none; each newer one that does not is named in a warning.
 
         Raises:
-            CheckpointError: there are steps and none verifies.
+            CheckpointError: there are steps and none verifies, or a newer one is of another format.
         """
         return distributed.current().first(self._latest, "checkpoints")
 
     def _latest(self) -> int | None:
         bad = []
         for step in reversed(self.steps()):
+            foreign = format_problem(self._folder / str(step))
+            if foreign is not None:  # it may well be sound: going on from an older one would lose it
+                raise CheckpointError(f"{self._folder / str(step)}: {foreign}")
             problem = self.problem(step)
             if problem is None:
                 return step
@@ -163,7 +176,7 @@ class CheckpointStore:
             leaves = checkpointer.restore(path, args=arguments)
         state = jax.tree.unflatten(jax.tree.structure(abstract_state), [leaves[name] for name in target])
         self._parent = step
-        return state, folder, _read_json(folder / "cursor.json")
+        return state, folder, read_json(folder / "cursor.json")
 
     def set_aside_after(self, step: int) -> None:
         """Rename checkpoints newer than `step`: the run goes back to it, and nothing may continue from them."""
@@ -182,25 +195,7 @@ class CheckpointStore:
 
     def problem(self, step: int) -> str | None:
         """What is wrong with a step's files, None if they are what was written."""
-        folder = self._folder / str(step)
-        try:
-            manifest = _read_json(folder / "manifest.json")
-            if manifest.get("format") != FORMAT:
-                return f"manifest.json: format {manifest.get('format')!r}, this version reads {FORMAT}"
-            if manifest.get("seal") != _seal(manifest):
-                return "manifest.json: checksum does not match"
-            listed: dict[str, str] = manifest["files"]
-            present = {str(path.relative_to(folder)) for path in _files(folder)} - {"manifest.json"}
-            for name in sorted(listed.keys() ^ present):
-                return f"{name}: {'missing' if name in listed else 'not in the manifest'}"
-            for name, digest in listed.items():
-                if _hash_file(folder / name) != digest:
-                    return f"{name}: checksum does not match"
-        except OSError as error:
-            return f"{Path(error.filename or folder).name}: {error.strerror}"
-        except CheckpointError as error:
-            return str(error)
-        return None
+        return files_problem(self._folder / str(step))
 
     def content_hash(self, step: int | None = None) -> str:
         """SHA-256 over parameters, optimizer, memory, novelty and metrics up to the step (None: the latest good one).
@@ -214,16 +209,16 @@ class CheckpointStore:
         if step is None:
             raise CheckpointError(f"{self._folder}: no checkpoint")
         folder = self._verified(step)
-        content = _read_json(folder / "manifest.json")["content"]
-        lines = _read_json(folder / "cursor.json")["metrics_lines"]
+        content = read_json(folder / "manifest.json")["content"]
+        lines = read_json(folder / "cursor.json")["metrics_lines"]
         metrics = untimed(read_metrics(self._run_dir / METRICS_FILE)[:lines]) if lines else []
         if len(metrics) < lines:
             raise CheckpointError(f"{self._run_dir / METRICS_FILE}: {len(metrics)} lines, step {step} needs {lines}")
-        return hashlib.sha256(_canonical([content, metrics])).hexdigest()
+        return hashlib.sha256(canonical([content, metrics])).hexdigest()
 
     def recorded_state_hash(self, step: int) -> str:
         """`state_hash` of what a step holds, as its manifest says."""
-        return _read_json(self._verified(step) / "manifest.json")["content"]["state"]
+        return read_json(self._verified(step) / "manifest.json")["content"]["state"]
 
     def _verified(self, step: int) -> Path:
         if step not in self.steps():
@@ -234,32 +229,31 @@ class CheckpointStore:
         return self._folder / str(step)
 
     def _write_manifest(self, draft: Path, step: int, content: dict[str, str]) -> None:
-        files = {str(path.relative_to(draft)): _hash_file(path) for path in _files(draft)}
-        manifest = {
-            "format": FORMAT,
-            "step": step,
-            "parent": self._parent,
-            "content": content,
-            "files": files,
-        }
-        _write_json(draft / "manifest.json", {**manifest, "seal": _seal(manifest)})
+        write_manifest(draft, {"step": step, "parent": self._parent, "content": content})
 
     def _publish(self, draft: Path, step: int) -> None:
         final = self._folder / str(step)
         if final.exists():
             final.rename(self._folder / f".old-{step}")
         draft.rename(final)
-        _sync(self._folder)
+        sync(self._folder)
 
     def _drop_others(self, step: int) -> None:
-        """Remove what is beyond `keep`, and steps after the restored one: those were skipped as corrupt."""
+        """Remove what is not to be kept, and steps after the restored one: those were skipped as corrupt."""
         steps = self.steps()
         abandoned = [] if self._parent is None else [other for other in steps if other > self._parent and other != step]
-        kept = [other for other in steps if other not in abandoned][-self._keep :]
+        own = [other for other in steps if other not in abandoned]
+        kept = kept_steps(own, self._scores() if self._best else {}, self._keep, self._every, self._best)
         for other in steps:
             if other not in kept:
                 (self._folder / str(other)).rename(self._folder / f".old-{other}")
         self._sweep()
+
+    def _scores(self) -> dict[int, float]:
+        """Score of the panel by iteration, where one was played to its end."""
+        path = self._run_dir / METRICS_FILE
+        records = read_metrics(path) if path.is_file() else []
+        return {record["iteration"]: record["val/score"] for record in records if record.get("val/complete")}
 
     def _sweep(self) -> None:
         for path in self._folder.glob(".*-*"):
@@ -331,64 +325,5 @@ def _hash_leaves(leaves: dict[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def _hash_folder(folder: Path) -> str:
-    return hashlib.sha256(_canonical({str(p.relative_to(folder)): _hash_file(p) for p in _files(folder)})).hexdigest()
-
-
-def _hash_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.is_file())
-
-
-def _canonical(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode()
-
-
-def _seal(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(_canonical({key: value for key, value in manifest.items() if key != "seal"})).hexdigest()
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path.name}: not JSON: {error}") from None
-
-
-def _require_space(path: Path, size: int) -> None:
-    """Allocate `size` bytes and give them back: quotas and limits count, and Orbax fails only with tracebacks.
-
-    Raises:
-        OSError: the disk, a quota or a limit does not allow it.
-    """
-    with path.open("wb") as file:
-        try:
-            os.posix_fallocate(file.fileno(), 0, size)
-        except OSError as error:
-            raise OSError(f"needs {size / 2**20:.1f} MiB: {error.strerror}") from error
-    path.unlink()
-
-
 def _first_line(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) and error.strerror else str(error)).splitlines()[0]
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in (*folder.rglob("*"), folder):
-        _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

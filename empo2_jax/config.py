@@ -256,7 +256,14 @@ class CheckpointConfig(Section):
     """Saving and keeping."""
 
     every: Positive = Field(1, description="iterations between checkpoints; the last one is always saved")
-    keep: Positive = Field(3, description="checkpoints kept")
+    keep: Positive = Field(3, description="newest checkpoints kept")
+    keep_every: int = Field(0, ge=0, description="also kept: those of every so many iterations; 0 = none")
+    keep_best: int = Field(0, ge=0, description="also kept: so many with the best score on the panel, to look at")
+
+    @property
+    def kept(self) -> tuple[int, int, int]:
+        """All three."""
+        return self.keep, self.keep_every, self.keep_best
 
 
 class Config(Section):

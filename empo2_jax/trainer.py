@@ -112,7 +112,7 @@ class Trainer:
         self.reference = jax.tree.map(lambda leaf: leaf.copy(), self.parts.trainable) if anchored else None
         # The learner takes these arrays over (and donates them); the engine is given a copy in `restore`.
         self.state: LearnerState = self.learner.init(self.parts.trainable)
-        self.store = CheckpointStore(config.run_dir, config.checkpoint.keep)
+        self.store = CheckpointStore(config.run_dir, *config.checkpoint.kept)
         self.updates = UpdateRecorder(config.run_dir, config.run.updates_kept, writes=self.gang.writes)
         self.iteration = 0
         remote, algorithm = config.rollout.engine != "jax", config.algorithm
@@ -215,7 +215,7 @@ class Trainer:
         metrics["perf/tokens_per_s"] = self._sampled / max(clock.seconds["rollout"], 1e-9)
         metrics["memory/tips_missing"] = float(sum(not episode.tip for episode in episodes)) if self.writer else 0.0
         metrics |= self.engine.metrics()
-        warn(metrics, self.config.update.learning_rate, self._max_gap)
+        warn(metrics, self.config.update.learning_rate, self._max_gap, self.policy.model.config.vocab_size)
         clock.seconds["memory_in_rollout"] = self.collector.memory_seconds - memory_before
         return metrics | clock.metrics()
 

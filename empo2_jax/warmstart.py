@@ -39,7 +39,7 @@ from empo2_jax.models.hf_folder import new_folder
 from empo2_jax.models.hf_weights import save_model
 from empo2_jax.models.qwen2 import Qwen2
 from empo2_jax.models.qwen2_config import Qwen2Config
-from empo2_jax.models.word_tokenizer import write_word_tokenizer
+from empo2_jax.models.word_tokenizer import words_of, write_word_tokenizer
 from empo2_jax.progress import RunProgress, note
 from empo2_jax.randomness import generator
 from empo2_jax.rollout.chat import Chat
@@ -130,9 +130,8 @@ def make_start(config: Config, family: EnvironmentFamily, folder: Path) -> None:
         base = None
         if config.warmstart.init == "random":
             base = Path(place) / "policy"
-            words = family.vocabulary()
-            if not words:
-                raise ConfigError(f'warmstart.init = "random" needs a world of few words; {family.name} is open')
+            chats = () if (words := family.vocabulary()) else transcripts(family, config.warmstart, config.run.seed)
+            words = words or words_of(message.content for chat in chats for message in chat)
             random_policy(config.warmstart, words, config.run.seed, base)
         policy = assembly.load_policy(config.model, base)
         before = None if base else _evaluate_untrained(config, policy, family)

@@ -1,6 +1,7 @@
 """Limits on failed episodes, warnings on numbers that cannot work."""
 
 import logging
+import math
 
 import pytest
 
@@ -45,12 +46,31 @@ def test_the_third_skipped_update_in_a_row_ends_the_run(caplog: pytest.LogCaptur
 
 def test_gap_and_too_few_updates_are_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        warn({"actor/updates": 4.0, "mismatch/logprob_abs_diff_max": 0.01, "memory/tips_missing": 3.0}, 1e-6, 1e-4)
+        warn({"actor/updates": 4.0, "mismatch/logprob_abs_diff_max": 0.01, "memory/tips_missing": 3.0}, 1e-6, 1e-4, 100)
     assert "3 episodes left no tip" in caplog.text
     assert "differ by 1.0e-02 nats" in caplog.text
     assert "4 updates per iteration" in caplog.text
     caplog.clear()
     quiet = {"actor/updates": 4.0, "memory/tips_missing": 0.0}
-    warn(quiet | {"mismatch/logprob_abs_diff_max": 1e-6}, 1e-4, MAX_GAP["float32"])
-    warn(quiet | {"mismatch/logprob_abs_diff_max": 1e-2}, 1e-4, MAX_GAP["bfloat16"])
+    warn(quiet | {"mismatch/logprob_abs_diff_max": 1e-6}, 1e-4, MAX_GAP["float32"], 100)
+    warn(quiet | {"mismatch/logprob_abs_diff_max": 1e-2}, 1e-4, MAX_GAP["bfloat16"], 100)
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("entropy", "said"),
+    [
+        (0.009, "9.0e-03 nats per token: it repeats itself"),
+        (0.01, ""),
+        (3.2, ""),
+        (3.3, "it guesses"),
+        (math.nan, "nan"),
+    ],
+)
+def test_a_policy_that_repeats_itself_or_guesses_is_said(
+    entropy: float, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = {"actor/updates": 9.0, "memory/tips_missing": 0.0, "actor/entropy": entropy}
+    warn(metrics, 1e-4, 1e-4, 100)  # ln 100 = 4.605, of which 70 % are 3.22
+    assert said in caplog.text
+    assert bool(caplog.records) == bool(said)

@@ -87,6 +87,33 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert manifest["parent"] == 2
 
 
+def test_periodic_and_best_steps_outlive_the_newest(tmp_path: Path) -> None:
+    log, store = MetricsLog(tmp_path), CheckpointStore(tmp_path, keep=1, every=4, best=2)
+    scores = {1: 10.0, 2: 90.0, 3: 90.0, 4: 20.0, 5: 95.0, 6: 99.0, 7: 0.0}
+    for step in range(1, 10):
+        panel = {"val/score": scores[step], "val/complete": float(step != 6)} if step in scores else {}
+        log.write(step, panel)
+        save(store, step, lines=step)
+    log.close()
+    assert store.steps() == [3, 4, 5, 8, 9]  # of 2 and 3 the newer; 6 was not played to its end
+    assert all(problem is None for _, problem in store.verify())
+
+
+@pytest.mark.parametrize("found", [0, 2])
+def test_a_checkpoint_of_another_format_is_refused_and_not_skipped(tmp_path: Path, found: int) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    save(store, 1)
+    save(store, 2)
+    manifest = tmp_path / "checkpoints/2/manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 1', f'"format": {found}'))
+    said = rf"2: format {found}, this version reads 1; use the version of empo2_jax that wrote it"
+    with pytest.raises(CheckpointError, match=said):
+        store.latest()
+    with pytest.raises(CheckpointError, match=f"2: corrupt: manifest.json: format {found}"):
+        store.restore(2, make_state())
+    assert store.steps() == [1, 2]
+
+
 def test_corrupt_newest_is_skipped_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = CheckpointStore(tmp_path, keep=3)
     for step in (1, 2, 3):

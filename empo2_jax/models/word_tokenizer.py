@@ -1,7 +1,7 @@
-"""A word-level tokenizer in the Hugging Face format, for worlds with a closed vocabulary (the toy world)."""
+"""A word-level tokenizer in the Hugging Face format, for worlds of few words (the toy world) and tiny policies."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
@@ -11,6 +11,12 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|> {{ message.role }} {{ message.content }} <|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
 )
+
+
+def words_of(texts: Iterable[str]) -> list[str]:
+    """Distinct words of the texts as this tokenizer splits them, in the order of their first use."""
+    split = pre_tokenizers.Whitespace()
+    return list(dict.fromkeys(word for text in texts for word, _ in split.pre_tokenize_str(text.lower())))
 
 
 def write_word_tokenizer(folder: Path, vocabulary: Sequence[str]) -> int:

@@ -1,77 +1,26 @@
 """Kill a real toy run, resume it, and compare with the run that nobody disturbed: same hash, no step twice."""
 
-import random
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from empo2_jax.checkpoint import CheckpointStore
-from empo2_jax.metrics import read_metrics
-from tests.fixtures.processes import LIMIT_S, ROOT, empo2, line_count, start, stop_when, train_arguments
-
-pytestmark = pytest.mark.medium
-
-# Kills itself right before or after the N-th call of a method of the package, then is the `empo2` command.
-SUICIDE = """
-import importlib, os, signal, sys
-from empo2_jax.cli import main
-place, when, count = sys.argv[1:4]
-module, owner, name = place.split(":")
-owner = getattr(importlib.import_module("empo2_jax." + module), owner)
-method, calls = getattr(owner, name), 0
-def wrapped(*args, **kwargs):
-    global calls
-    calls += 1
-    if when == "before" and calls == int(count):
-        os.kill(os.getpid(), signal.SIGKILL)
-    result = method(*args, **kwargs)
-    if when == "after" and calls == int(count):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return result
-setattr(owner, name, wrapped)
-sys.exit(main(sys.argv[4:]))
-"""
-BOUNDARIES = (  # in the order of a run; the count is that of the process, which starts at the last checkpoint
-    ("trainer:Trainer:evaluate", "after", 1),  # of the start policy, before checkpoint 0
-    ("checkpoint:CheckpointStore:_write_manifest", "before", 1),  # checkpoint 0 half written
-    ("checkpoint:CheckpointStore:_publish", "before", 1),  # checkpoint 0 written, not yet there
-    ("trainer:Trainer:save", "after", 1),
-    ("rollout.jax_engine:JaxEngine:generate", "after", 3),  # in mid-rollout
-    ("trainer:Trainer:collect", "after", 1),
-    ("trainer:Trainer:reward_novelty", "after", 1),
-    ("learner.step:Learner:update", "before", 1),
-    ("trainer:Trainer:update", "after", 1),
-    ("memory.tips:TipMemory:commit", "after", 1),
-    ("memory.novelty:NoveltyStore:commit", "after", 1),
-    ("metrics:EpisodeLog:write", "before", 1),
-    ("metrics:EpisodeLog:write", "after", 1),
-    ("metrics:MetricsLog:write", "after", 1),
-    ("checkpoint:CheckpointStore:_publish", "before", 1),
-    ("checkpoint:CheckpointStore:_drop_others", "before", 1),  # checkpoint 1 is there
-    ("trainer:Trainer:evaluate", "after", 1),  # of the end
-    ("trainer:Trainer:save", "after", 1),
+from tests.fixtures.processes import (
+    LIMIT_S,
+    ROOT,
+    assert_same,
+    empo2,
+    finish,
+    line_count,
+    start,
+    stop_when,
+    train_arguments,
 )
 
-
-def assert_same(run_dir: Path, reference: Path) -> None:
-    hashes = [empo2("checkpoint", "hash", str(run), "--step", "2") for run in (run_dir, reference)]
-    assert [done.returncode for done in hashes] == [0, 0]
-    assert hashes[0].stdout == hashes[1].stdout
-    assert [record["iteration"] for record in read_metrics(run_dir)] == [1, 2]
-    assert (run_dir / "evaluations.jsonl").read_bytes() == (reference / "evaluations.jsonl").read_bytes()
-    assert all(problem is None for _, problem in CheckpointStore(run_dir, keep=9).verify())
-
-
-def finish(run_dir: Path) -> subprocess.CompletedProcess[str]:
-    done = empo2(*train_arguments(run_dir))
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert not list((run_dir / "checkpoints").glob(".*")), "a draft outlived the next save"
-    return done
+pytestmark = pytest.mark.medium
 
 
 @pytest.fixture(scope="module")
@@ -204,37 +153,3 @@ def test_disk_that_fills_up_costs_nothing_saved(reference: Path, tmp_path: Path)
     assert "Traceback" not in errors
     finish(run_dir)
     assert_same(run_dir, reference)
-
-
-@pytest.mark.slow
-def test_killed_at_every_phase_boundary(reference: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    program = (sys.executable, "-c", SUICIDE)
-    for place, when, count in BOUNDARIES:
-        process = start(place, when, str(count), *train_arguments(run_dir), program=program)
-        _, errors = process.communicate(timeout=LIMIT_S)
-        assert process.returncode == -signal.SIGKILL, (place, when, errors[-2000:])
-    finish(run_dir)
-    assert_same(run_dir, reference)
-
-
-@pytest.mark.slow
-def test_killed_at_ten_random_moments(reference: Path, tmp_path: Path) -> None:
-    began = time.monotonic()
-    finish(tmp_path / "timed")
-    length = time.monotonic() - began
-    draw = random.Random(0)
-    runs, kills = [tmp_path / "run0"], 0
-    while kills < 10:
-        process = start(*train_arguments(runs[-1]))
-        try:
-            _, errors = process.communicate(timeout=draw.uniform(0.2, 1.0) * length)
-            assert process.returncode == 0, errors[-2000:]
-            runs.append(tmp_path / f"run{len(runs)}")
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-            kills += 1
-    finish(runs[-1])
-    for run_dir in runs:
-        assert_same(run_dir, reference)
