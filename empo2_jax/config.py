@@ -27,6 +27,9 @@ class RunConfig(Section):
     seed: int = Field(0, ge=0, description="seed of every draw of the run")
     iterations: int = Field(100, ge=0, description="iterations (rollout + update) of the whole run")
     tensorboard: bool = Field(True, description="write TensorBoard event files beside metrics.jsonl")
+    trackers: tuple[Literal["wandb", "mlflow"], ...] = Field(
+        (), strict=False, description="also told of the metrics; where and how, their own environment variables say"
+    )
     watchdog_s: float = Field(
         1800.0, ge=0, description="seconds a process may show no progress, or wait for another, before it ends; 0 = any"
     )

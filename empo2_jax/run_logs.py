@@ -4,20 +4,30 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from empo2_jax.metrics import EVALUATIONS_FILE, EpisodeLog, JsonLines, MetricsLog, Record, TensorBoardSink
+from empo2_jax.config import RunConfig
+from empo2_jax.metrics import (
+    EVALUATIONS_FILE,
+    EpisodeLog,
+    JsonLines,
+    MetricSink,
+    MetricsLog,
+    Record,
+    TensorBoardSink,
+)
+from empo2_jax.trackers import sinks
 from empo2_jax.types import Episode
 
 
 class RunLogs:
-    """`metrics.jsonl` with its TensorBoard view, `evaluations.jsonl` and `episodes/`."""
+    """`metrics.jsonl` with its views (TensorBoard, trackers), `evaluations.jsonl` and `episodes/`."""
 
     def __init__(
         self,
         run_dir: Path,
         cursor: Mapping[str, Any],
+        config: RunConfig,
         *,
         writes: bool,
-        tensorboard: bool,
         decode: Callable[[Sequence[int]], str],
     ) -> None:
         """Open the files and cut them to the cursor of the checkpoint, {} at the start.
@@ -25,17 +35,19 @@ class RunLogs:
         Args:
             run_dir: The run.
             cursor: `metrics_lines`, `evaluation_lines` and `iteration`, as `cursor` gave them.
+            config: Which views are wanted.
             writes: Whether this process is the writer.
-            tensorboard: Whether event files are wanted.
             decode: Text of token ids, for the episodes.
 
         Raises:
             DataError: a file cannot be written, or lacks lines that the checkpoint has seen.
+            ConfigError: a tracker is not installed.
         """
         self._files: tuple[MetricsLog, JsonLines, EpisodeLog] | None = None
         if writes:
-            sinks = [TensorBoardSink(run_dir)] if tensorboard else []
-            metrics = MetricsLog(run_dir, cursor.get("metrics_lines", 0), sinks)
+            views: list[MetricSink] = [TensorBoardSink(run_dir)] if config.tensorboard else []
+            views += sinks(run_dir, config.trackers)
+            metrics = MetricsLog(run_dir, cursor.get("metrics_lines", 0), views)
             evaluations = JsonLines(run_dir / EVALUATIONS_FILE, cursor.get("evaluation_lines", 0))
             self._files = metrics, evaluations, EpisodeLog(run_dir, decode, cursor.get("iteration", 0))
 

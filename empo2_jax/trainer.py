@@ -146,8 +146,8 @@ class Trainer:
             self.iteration, self.totals = cursor["iteration"], cursor["totals"]
             self._skipped = cursor["skipped_in_a_row"]
         self.engine.load(self._served(), self.iteration)
-        settings = {"writes": self.gang.writes, "tensorboard": self.config.run.tensorboard}
-        opened = partial(RunLogs, self.config.run_dir, cursor, decode=self.policy.tokenizer.decode, **settings)
+        settings = {"writes": self.gang.writes, "decode": self.policy.tokenizer.decode}
+        opened = partial(RunLogs, self.config.run_dir, cursor, self.config.run, **settings)
         self.logs = self.gang.agree(opened, "logs")
         self._stack.callback(self.logs.close)
         self._complete = step is not None
