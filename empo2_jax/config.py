@@ -30,6 +30,7 @@ class RunConfig(Section):
     trackers: tuple[Literal["wandb", "mlflow"], ...] = Field(
         (), strict=False, description="also told of the metrics; where and how, their own environment variables say"
     )
+    mirror: str = Field("", description="storage URL (s3://…, gs://…) where checkpoints and all else are copied to")
     watchdog_s: float = Field(
         1800.0, ge=0, description="seconds a process may show no progress, or wait for another, before it ends; 0 = any"
     )

@@ -20,7 +20,7 @@ from empo2_jax.metrics import write_atomically
 
 CONFIG_FILE, FACTS_FILE, FORK_FILE = "config.toml", "run.json", "fork.json"
 MAY_DIFFER = (  # keys that a resumed run may change: they do not reach the numbers, or only by rounding (of the model)
-    "run.name", "run.dir", "run.iterations", "run.tensorboard", "run.trackers", "run.episodes_logged",
+    "run.name", "run.dir", "run.iterations", "run.tensorboard", "run.trackers", "run.mirror", "run.episodes_logged",
     "run.watchdog_s", "run.updates_kept", "reflexion.trials", "env.workers", "env.step_timeout_s", "evaluation.every",
     "checkpoint.", "model.mesh", "model.remat", "model.attention", "update.offload_moments",
     "rollout.servers", "rollout.router", "rollout.weights_dir", "rollout.api_key_env", "rollout.admin_key_env",

@@ -40,6 +40,7 @@ from empo2_jax.report import write_report
 from empo2_jax.rollout.collect import Assignment
 from empo2_jax.run_logs import RunLogs
 from empo2_jax.run_record import CONFIG_FILE, check_same_run, record_command
+from empo2_jax.storage import Mirror
 from empo2_jax.types import Episode, EpisodeGroup, Row, Task
 from empo2_jax.watch import Watch, WatchedEngine
 
@@ -76,12 +77,12 @@ def run(config: Config, resume: str = "auto", command: Sequence[str] = ()) -> Pa
 def _claim(config: Config, resume: str, command: Sequence[str], stack: ExitStack) -> None:
     """Lock the run directory for this experiment. One that never got to a checkpoint may be claimed again."""
     stack.enter_context(RunLock(config.run_dir))
-    saved = config.run_dir / CONFIG_FILE
+    stack.enter_context(Mirror(config.run_dir, config.run.mirror))
     steps = CheckpointStore(config.run_dir, config.checkpoint.keep).steps()
     if resume == "never" and steps:
         raise CheckpointError(f"{config.run_dir}: has checkpoints; use --resume auto or another run.dir")
     if steps:
-        check_same_run(load_config(saved), config)
+        check_same_run(load_config(config.run_dir / CONFIG_FILE), config)
     record_command(config.run_dir, command)
 
 
@@ -211,10 +212,9 @@ class Trainer:
         )
         metrics |= {f"memory/{name}": float(value) for name, value in self.memory.metrics().items()}
         metrics |= {f"novelty/{name}": float(value) for name, value in self.novelty.metrics().items()}
-        metrics |= {f"total/{name}": float(value) for name, value in self.totals.items()}
+        metrics |= {f"total/{name}": float(value) for name, value in self.totals.items()} | self.engine.metrics()
         metrics["perf/tokens_per_s"] = self._sampled / max(clock.seconds["rollout"], 1e-9)
         metrics["memory/tips_missing"] = float(sum(not episode.tip for episode in episodes)) if self.writer else 0.0
-        metrics |= self.engine.metrics()
         warn(metrics, self.config.update.learning_rate, self._max_gap, self.policy.model.config.vocab_size)
         clock.seconds["memory_in_rollout"] = self.collector.memory_seconds - memory_before
         return metrics | clock.metrics()

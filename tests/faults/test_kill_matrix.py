@@ -20,30 +20,10 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.fixtures.processes import LIMIT_S, ROOT, assert_same, empo2, finish, start, train_arguments
+from tests.fixtures.processes import LIMIT_S, ROOT, SUICIDE, assert_same, empo2, finish, start, train_arguments
 
 pytestmark = pytest.mark.slow
 
-# Kills itself right before or after the N-th call of a method of the package, then is the `empo2` command.
-SUICIDE = """
-import importlib, os, signal, sys
-from empo2_jax.cli import main
-place, when, count = sys.argv[1:4]
-module, owner, name = place.split(":")
-owner = getattr(importlib.import_module("empo2_jax." + module), owner)
-method, calls = getattr(owner, name), 0
-def wrapped(*args, **kwargs):
-    global calls
-    calls += 1
-    if when == "before" and calls == int(count):
-        os.kill(os.getpid(), signal.SIGKILL)
-    result = method(*args, **kwargs)
-    if when == "after" and calls == int(count):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return result
-setattr(owner, name, wrapped)
-sys.exit(main(sys.argv[4:]))
-"""
 BOUNDARIES = (  # in the order of a run; the count is that of the process, which starts at the last checkpoint
     ("trainer:Trainer:evaluate", "after", 1),  # of the start policy, before checkpoint 0
     ("checkpoint:CheckpointStore:_write_manifest", "before", 1),  # checkpoint 0 half written
