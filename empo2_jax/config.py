@@ -312,6 +312,11 @@ class Config(Section):
                 f'memory.placement = "latest": update.micro_batch_tokens = {self.update.micro_batch_tokens} has no '
                 f"room for branches beside a row of the largest bucket; at least {tokens} is allowed"
             )
+        urls = (*self.rollout.servers, self.rollout.router, self.run.mirror)
+        if any("@" in url.partition("://")[2].partition("/")[0] for url in urls):
+            raise ValueError(
+                "no user and key in a URL, since the run directory shows it; environment variables have them"
+            )
         if self.rollout.engine == "sglang" and not self.rollout.servers:
             raise ValueError('rollout.engine = "sglang" needs rollout.servers: URLs, or a file with one a line')
         name = self.algorithm.name

@@ -95,9 +95,7 @@ class Mirror:
 
 
 def check_url(url: str) -> None:
-    """Raise `ConfigError` if a URL holds a key or names a storage whose client is not installed."""
-    if "@" in url.partition("://")[2].partition("/")[0]:
-        raise ConfigError("run.mirror: no user and key in the URL; the storage's environment variables have them")
+    """Raise `ConfigError` if a URL names a storage that is unknown, or whose client is not installed."""
     protocol = url.partition("://")[0] if "://" in url else "file"
     if protocol not in fsspec.available_protocols():
         raise ConfigError(f"run.mirror = {url}: unknown storage {protocol!r}; s3, gs and file are common ones")

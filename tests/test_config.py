@@ -206,3 +206,18 @@ def test_the_canarys_tolerance_follows_the_types(compute: str, weights: str, tol
     config = parse_config({"model": {"compute_dtype": compute}, "rollout": rollout})
     assert config.canary_tolerance == expected
     assert config.served_dtype == (compute if weights == "auto" else weights)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("rollout", "servers", ["http://host:1", "http://me:s3cret@host:1"]),
+        ("rollout", "router", "https://s3cret@host/path"),
+        ("run", "mirror", "s3://me:s3cret@bucket/run"),
+    ],
+)
+def test_a_key_in_a_url_is_refused_without_saying_it(section: str, key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match="no user and key in a URL") as refusal:
+        parse_config({section: {key: value}})
+    assert "s3cret" not in str(refusal.value)
+    parse_config({"run": {"mirror": "s3://bucket/runs/a@b"}, "rollout": {"router": "http://host/a@b"}})

@@ -127,10 +127,7 @@ def test_a_name_from_the_storage_is_never_a_path_outside(tmp_path: Path, url: st
         fetch(tmp_path / "other", url)
 
 
-def test_urls_with_keys_or_of_unknown_storages_are_refused_without_saying_the_key() -> None:
-    with pytest.raises(ConfigError, match="no user and key in the URL") as refusal:
-        check_url("s3://me:s3cret@bucket/run")
-    assert "s3cret" not in str(refusal.value)
+def test_unknown_storages_are_refused() -> None:
     with pytest.raises(ConfigError, match="unknown storage 'nowhere'"):
         check_url("nowhere://bucket/run")
     check_url("file:///bucket/run")

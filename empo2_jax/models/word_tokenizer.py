@@ -22,7 +22,8 @@ def words_of(texts: Iterable[str]) -> list[str]:
 def write_word_tokenizer(folder: Path, vocabulary: Sequence[str]) -> int:
     """Write tokenizer.json, its chat template and settings into `folder`; returns the number of ids."""
     names = dict.fromkeys([*SPECIAL, "system", "user", "assistant", *vocabulary])
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(names)}, unk_token="[UNK]"))
+    numbers = {word: index for index, word in enumerate(names)}
+    tokenizer = Tokenizer(models.WordLevel(numbers, unk_token="[UNK]"))  # noqa: S106  (a token, not a key)
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens(list(SPECIAL))

@@ -151,5 +151,5 @@ class Goals:
 def _original(count: int) -> Int64[np.ndarray, " count"]:
     """The order of the original's seeded shuffle of its list."""
     order = list(range(count))
-    random.Random(_SEED).shuffle(order)
+    random.Random(_SEED).shuffle(order)  # noqa: S311  (theirs)
     return np.asarray(order, np.int64)
