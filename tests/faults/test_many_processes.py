@@ -42,9 +42,9 @@ def finish(process: subprocess.Popen[str]) -> str:
     return errors
 
 
-def one_process(run_dir: Path, devices: int = 4) -> None:
+def one_process(run_dir: Path, *options: str, devices: int = 4) -> None:
     flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "PJRT_NPROC": "64", "NPROC": "64"}
-    command = [sys.executable, "-m", "empo2_jax", *train_arguments(run_dir, *MESH)]
+    command = [sys.executable, "-m", "empo2_jax", *train_arguments(run_dir, *MESH, *options)]
     done = subprocess.run(command, env=os.environ | flags, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -86,7 +86,10 @@ def test_two_processes_are_one_and_one_goes_on_from_two(reference: Path, tmp_pat
     finish(gang(run_dir))
     assert_close(run_dir, reference)
     assert not list((run_dir / "checkpoints").glob(".*"))
-    elastic = empo2(*train_arguments(run_dir, "--model.mesh", "1,1,1", "--resume", str(run_dir / "checkpoints/1")))
+    began = str(run_dir / "checkpoints/1")
+    one_process(run_dir, "--resume", began)  # 1 × 4 on the same mesh
+    assert_close(run_dir, reference)
+    elastic = empo2(*train_arguments(run_dir, "--model.mesh", "1,1,1", "--resume", began))
     assert elastic.returncode == 0, elastic.stderr[-2000:]
     assert_close(run_dir, reference)
 
