@@ -143,6 +143,10 @@ def build_parser() -> Parser:
     verify = _command(actions, "verify", _verify, "check every manifest")
     verify.add_argument("run", type=Path, metavar="RUN", help="run directory")
 
+    fetch = _command(commands, "fetch", _fetch, "bring a run from storage (run.mirror) to this machine")
+    fetch.add_argument("url", metavar="URL", help="for example s3://bucket/runs/mine")
+    fetch.add_argument("run", type=Path, metavar="RUN", help="run directory without checkpoints")
+
     convert = _command(commands, "convert", None, "model formats").add_subparsers(required=True, metavar="COMMAND")
     gguf = _command(convert, "from-gguf", _from_gguf, "GGUF file to a Hugging Face folder")
     gguf.add_argument("file", type=Path, metavar="FILE", help="GGUF file of a Llama- or Qwen2-like model")
@@ -302,6 +306,18 @@ def _verify(options: argparse.Namespace) -> int:
     if not results:
         raise ConfigError(f"{options.run}: no checkpoints")
     return 2 if any(problem for _, problem in results) else 0
+
+
+def _fetch(options: argparse.Namespace) -> int:
+    from empo2_jax.checkpoint import CheckpointStore
+    from empo2_jax.storage import take_over
+
+    take_over(options.run, options.url)
+    steps = CheckpointStore(options.run, keep=1).steps()
+    if not steps:
+        raise ConfigError(f"{options.run}: no checkpoint, and {options.url} has none")
+    print(f"{options.run}: checkpoints {steps}")
+    return 0
 
 
 def _from_gguf(options: argparse.Namespace) -> int:

@@ -54,16 +54,9 @@ class Mirror:
         self._thread = threading.Thread(target=self._watch, name="mirror", daemon=True)
 
     def __enter__(self) -> "Mirror":
-        """Fetch, if the run directory has no checkpoint; raises `CheckpointError` with the storage's reason.
-
-        Raises:
-            ConfigError: see `check_url`.
-        """
+        """`take_over` and begin to watch."""
         if self._url:
-            check_url(self._url)
-            problem = _child("fetch", self._run_dir, self._url)
-            if problem:
-                raise CheckpointError(f"run.mirror = {self._url}: {problem}")
+            take_over(self._run_dir, self._url)
             self._thread.start()
         return self
 
@@ -90,19 +83,32 @@ class Mirror:
     def _push(self) -> bool:
         problem = _child("push", self._run_dir, self._url)
         if problem:
-            _log.warning("run.mirror = %s: not sent: %s", self._url, problem)
+            _log.warning("storage %s: not sent: %s", self._url, problem)
         return not problem
+
+
+def take_over(run_dir: Path, url: str) -> None:
+    """`fetch` in a process of its own.
+
+    Raises:
+        ConfigError: see `check_url`.
+        CheckpointError: with the reason of `fetch` or of the storage's client.
+    """
+    check_url(url)
+    problem = _child("fetch", run_dir, url)
+    if problem:
+        raise CheckpointError(f"storage {url}: {problem}")
 
 
 def check_url(url: str) -> None:
     """Raise `ConfigError` if a URL names a storage that is unknown, or whose client is not installed."""
     protocol = url.partition("://")[0] if "://" in url else "file"
     if protocol not in fsspec.available_protocols():
-        raise ConfigError(f"run.mirror = {url}: unknown storage {protocol!r}; s3, gs and file are common ones")
+        raise ConfigError(f"storage {url}: {protocol!r} is unknown; s3, gs and file are common ones")
     try:
         fsspec.get_filesystem_class(protocol)
     except ImportError as error:
-        raise ConfigError(f"run.mirror = {url}: {error}") from None
+        raise ConfigError(f"storage {url}: {error}") from None
 
 
 def push(run_dir: Path, url: str) -> int | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from empo2_jax import storage
+from empo2_jax.cli import main
 from empo2_jax.errors import CheckpointError, ConfigError
 from empo2_jax.storage import Mirror, check_url, fetch, push
 from tests.fixtures.processes import LIMIT_S, SUICIDE, assert_same, empo2, finish, start, train_arguments
@@ -128,7 +129,7 @@ def test_a_name_from_the_storage_is_never_a_path_outside(tmp_path: Path, url: st
 
 
 def test_unknown_storages_are_refused() -> None:
-    with pytest.raises(ConfigError, match="unknown storage 'nowhere'"):
+    with pytest.raises(ConfigError, match="'nowhere' is unknown; s3, gs and file"):
         check_url("nowhere://bucket/run")
     check_url("file:///bucket/run")
 
@@ -146,8 +147,21 @@ def test_a_storage_that_is_down_is_a_warning_and_is_tried_again(
             assert time.monotonic() < deadline
             time.sleep(0.05)
         (tmp_path / "elsewhere").unlink()
-    assert caplog.records[0].message.startswith(f"run.mirror = {url}: not sent: ")
+    assert caplog.records[0].message.startswith(f"storage {url}: not sent: ")
     assert fetch(tmp_path / "other", url) == 2
+
+
+def test_the_command_brings_a_run_here_and_says_when_there_is_none(
+    tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, here = make_run(tmp_path / "run", 3), tmp_path / "here"
+    assert main(["fetch", url, str(here)]) == 2
+    assert capsys.readouterr().err == f"error: {here}: no checkpoint, and {url} has none\n"
+    push(run, url)
+    assert main(["fetch", url, str(here)]) == 0
+    assert capsys.readouterr().out == f"{here}: checkpoints [3]\n"
+    assert contents(here) == contents(run)
+    assert main(["fetch", "nowhere://x", str(here)]) == 2
 
 
 class Server:
