@@ -122,7 +122,7 @@ def test_killed_at_random_moments(world: World, tmp_path: Path) -> None:
     begin()
     while kills < world.moments:
         process = start(*world.arguments(runs[-1]), **{MARK: mark})
-        moment = draw.uniform(0.3, 1.0) * world.cpu_s
+        moment = draw.uniform(0.15, 0.7) * world.cpu_s
         while process.poll() is None and cpu_seconds(process) < moment:
             time.sleep(0.01)
         if process.poll() is None:
