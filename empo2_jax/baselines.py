@@ -123,9 +123,8 @@ def reflexion(
     while (file := _trial_file(config, len(trials) + 1)).is_file():
         take(_read_trial(file))
     cursor = {"metrics_lines": len(trials), "iteration": len(trials)}
-    settings = {"writes": True, "tensorboard": config.run.tensorboard, "decode": decode}
     with (
-        closing(RunLogs(config.run_dir, cursor, **settings)) as logs,
+        closing(RunLogs(config.run_dir, cursor, config.run, writes=True, decode=decode)) as logs,
         RunProgress(config.reflexion.trials, len(trials), unit="trial") as progress,
     ):
         while len(trials) < config.reflexion.trials and not all(chain.solved for chain in chains.values()):
@@ -179,7 +178,7 @@ def retrospex(
     done = next(number for number in count() if not (episodes / f"{number + 1}.jsonl").is_file())
     totals = read_metrics(config.run_dir)[done - 1] if done else {}
     cursor = {"metrics_lines": done, "iteration": done}
-    opened = RunLogs(config.run_dir, cursor, writes=True, tensorboard=config.run.tensorboard, decode=decode)
+    opened = RunLogs(config.run_dir, cursor, config.run, writes=True, decode=decode)
     with closing(opened) as logs, RunProgress(rounds, done, unit="round") as progress:
         for number in range(done, rounds):
             clock = Stopwatch()
