@@ -44,10 +44,11 @@ def ours(tokens: int, vocabulary: int, width: int, timed: bool) -> Side:
     """The trainer's own function."""
 
     def gradients(hidden: Array, head: Array, ids: Array, weights: Array) -> _Answers:
-        def loss(logprobs: Array, entropy: Array, weights: Array) -> tuple[Array, Array]:
-            return jnp.sum(logprobs * weights), jnp.sum(logprobs)
+        def loss(logprobs: Array, entropy: Array, given: tuple[Array, Array]) -> tuple[Array, Array]:
+            weights, ones = given  # zeros in the padding of a chunk
+            return jnp.sum(logprobs * weights), jnp.sum(logprobs * ones)
 
-        _, total, to_hidden, to_head = token_loss(hidden, head, ids, weights, loss)
+        _, total, to_hidden, to_head = token_loss(hidden, head, ids, (weights, jnp.ones_like(weights)), loss)
         return total, to_hidden, to_head
 
     return _side(gradients, tokens, vocabulary, width, timed)
@@ -87,7 +88,7 @@ def _side(gradients: Gradients, tokens: int, vocabulary: int, width: int, timed:
     head = jnp.asarray(0.02 * generator.standard_normal((vocabulary, width), np.float32))
     total, hidden_gradient, head_gradient = jax.block_until_ready(compiled(hidden, head))
     answers = {
-        "mean_logprob": np.asarray(total) / tokens,
+        "mean_logprob": np.array(float(total) / tokens),
         "hidden_gradient": np.asarray(hidden_gradient),
         "head_gradient": np.asarray(head_gradient[:: max(1, vocabulary // 1000)]),
     }
