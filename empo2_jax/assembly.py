@@ -18,6 +18,7 @@ from empo2_jax import assets, distributed
 from empo2_jax.config import Config, IntrinsicConfig, MemoryConfig, ModelConfig
 from empo2_jax.envs import registry
 from empo2_jax.envs.base import EnvironmentFamily
+from empo2_jax.envs.problems import panel_tasks, shortfall
 from empo2_jax.errors import ConfigError, DataError
 from empo2_jax.learner.optim import policy_optimizer
 from empo2_jax.learner.step import Learner
@@ -30,6 +31,7 @@ from empo2_jax.models.qwen2 import Qwen2
 from empo2_jax.models.sharding import make_mesh
 from empo2_jax.models.tokenizer import Tokenizer
 from empo2_jax.ops.losses import policy_loss
+from empo2_jax.progress import note
 from empo2_jax.rollout.base import Engine
 from empo2_jax.rollout.chat import Chat
 from empo2_jax.rollout.collect import Collector
@@ -218,11 +220,13 @@ def make_collector(
     """The collector of a run; of several processes, each does its share. `one` makes that of a single process.
 
     Raises:
-        ConfigError: a first turn leaves no room for an answer.
+        ConfigError: a first turn leaves no room for an answer, or the panel names a problem that does not exist.
     """
     rollout, chat = config.rollout, Chat(policy.tokenizer, family.system_prompt())
     lengths = {"max_length": rollout.max_length, "max_action_tokens": rollout.max_action_tokens}
-    check_openings(family, chat, family.tasks("train"), **lengths)
+    check_openings(family, chat, [*family.tasks("train"), *panel_tasks(family, config.evaluation)], **lengths)
+    if fewer := shortfall(family, config.evaluation):
+        note(fewer)
     gang = distributed.current()
     kind = one if gang.size == 1 else partial(SpreadCollector, gang)
     return kind(

@@ -302,7 +302,10 @@ def _verify(options: argparse.Namespace) -> int:
 
     results = CheckpointStore(options.run, keep=1).verify()
     for step, problem in results:
-        print(f"{step}: {problem or 'good'}")
+        if problem:
+            print(f"error: {options.run}: checkpoint {step}: {problem}", file=sys.stderr)
+        else:
+            print(f"{step}: good")
     if not results:
         raise ConfigError(f"{options.run}: no checkpoints")
     return 2 if any(problem for _, problem in results) else 0

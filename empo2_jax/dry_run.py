@@ -2,7 +2,7 @@
 
 from empo2_jax import assembly
 from empo2_jax.config import Config
-from empo2_jax.evaluation import panel_tasks
+from empo2_jax.envs.problems import panel_tasks, shortfall
 
 
 def lines(config: Config) -> list[str]:
@@ -10,6 +10,7 @@ def lines(config: Config) -> list[str]:
     family = assembly.make_family(config)
     try:
         train, panel = family.tasks("train"), panel_tasks(family, config.evaluation)
+        fewer = shortfall(family, config.evaluation)
     finally:
         family.close()
     if config.algorithm.name == "reflexion":
@@ -33,6 +34,7 @@ def lines(config: Config) -> list[str]:
         f"# modes: {1 - algorithm.p_memory:.3f} on-policy, {algorithm.p_memory - off:.3f} on-policy with memory, "
         f"{off:.3f} off-policy",
         f"# evaluation: {evaluations} episodes on {config.evaluation.split} every {config.evaluation.every} iterations",
+        *([f"# {fewer}"] if fewer else []),
         f"# warm start: {config.warmstart.updates} updates",
         *([] if algorithm.learns else [f"# {algorithm.name}: no update of the policy after its warm start"]),
     ]

@@ -8,16 +8,15 @@ makes the panel incomplete and is never counted as 0.
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from empo2_jax.config import EvaluationConfig
 from empo2_jax.envs.base import EnvironmentFamily
-from empo2_jax.errors import ConfigError, EnvError
-from empo2_jax.panels import load_panel
+from empo2_jax.envs.problems import panel_tasks
+from empo2_jax.errors import EnvError
 from empo2_jax.rollout.collect import Assignment, Collector
-from empo2_jax.types import Episode, Task
+from empo2_jax.types import Episode
 
 
 @dataclass(frozen=True)
@@ -43,24 +42,6 @@ class Panel:
             "complete": self.complete,
             "rows": self.rows,
         }
-
-
-def panel_tasks(family: EnvironmentFamily, config: EvaluationConfig) -> list[Task]:
-    """The problems of the panel file, else the first `config.variations` variations of every task of the split.
-
-    Raises:
-        ConfigError: the panel is of another environment or names a problem that does not exist.
-    """
-    if config.panel:
-        panel = load_panel(Path(config.panel))
-        if panel.env != family.name:
-            raise ConfigError(f"{config.panel}: a panel of {panel.env}, but the environment is {family.name}")
-        return [family.task(name, number) for name, numbers in panel.tasks.items() for number in numbers]
-    first: dict[str, list[Task]] = defaultdict(list)
-    for task in family.tasks(config.split):
-        if len(first[task.name]) < config.variations:
-            first[task.name].append(task)
-    return [task for tasks in first.values() for task in tasks]
 
 
 def evaluate(collector: Collector, family: EnvironmentFamily, config: EvaluationConfig) -> Panel:

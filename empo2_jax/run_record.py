@@ -3,6 +3,7 @@
 Checkpoints hold the state (`checkpoint.py`); this is about the experiment that they belong to.
 """
 
+import hashlib
 import json
 import os
 import platform
@@ -15,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from empo2_jax.config import Config
+from empo2_jax.config_file import dump_toml
 from empo2_jax.errors import CheckpointError, DataError
 from empo2_jax.metrics import write_atomically
+from empo2_jax.panels import load_panel
 
-CONFIG_FILE, FACTS_FILE, FORK_FILE = "config.toml", "run.json", "fork.json"
+CONFIG_FILE, PANEL_FILE, FACTS_FILE, FORK_FILE = "config.toml", "panel.toml", "run.json", "fork.json"
 MAY_DIFFER = (  # keys that a resumed run may change: they do not reach the numbers, or only by rounding (of the model)
     "run.name", "run.dir", "run.iterations", "run.tensorboard", "run.trackers", "run.mirror", "run.episodes_logged",
     "run.watchdog_s", "run.updates_kept", "reflexion.trials", "env.workers", "env.step_timeout_s", "evaluation.every",
@@ -40,6 +43,16 @@ def source_commit() -> str:
     except FileNotFoundError:
         return ""  # no git here
     return done.stdout.strip()
+
+
+def record_config(config: Config) -> None:
+    """Write `config.toml`, and beside it the panel's content, which the file names: a run directory can be moved."""
+    panel = config.evaluation.panel
+    if panel:
+        write_atomically(config.run_dir / PANEL_FILE, Path(panel).read_text(encoding="utf-8"))
+        evaluation = config.evaluation.model_copy(update={"panel": PANEL_FILE})
+        config = config.model_copy(update={"evaluation": evaluation})
+    write_atomically(config.run_dir / CONFIG_FILE, dump_toml(config))
 
 
 def record_command(run_dir: Path, arguments: Sequence[str]) -> None:
@@ -97,4 +110,8 @@ def check_same_run(saved: Config, new: Config) -> None:
 def identity(config: Config) -> dict[str, Any]:
     """`section.key` to value of what reaches the numbers of a run: two runs with the same are the same experiment."""
     pairs = ((f"{name}.{key}", value) for name, section in config for key, value in section)
-    return {key: value for key, value in pairs if not key.startswith(MAY_DIFFER)}
+    flat = {key: value for key, value in pairs if not key.startswith(MAY_DIFFER)}
+    if panel := config.evaluation.panel:  # what it says counts, not where it lies
+        content = load_panel(Path(panel)).model_dump_json()
+        flat["evaluation.panel"] = f"panel {hashlib.sha256(content.encode()).hexdigest()[:12]}"
+    return flat

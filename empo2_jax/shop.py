@@ -1,6 +1,7 @@
 """The commands around WebShop: check a data folder, make a synthetic one, shop by hand in a browser."""
 
 import argparse
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -36,7 +37,10 @@ def _check(options: argparse.Namespace) -> int:
     for finding in findings:
         table.add_row(finding.name, finding.found, "good" if finding.ok else "WRONG")
     Console(markup=False).print(table)
-    return 0 if all(finding.ok for finding in findings) else 1
+    wrong = [finding for finding in findings if not finding.ok]
+    for finding in wrong:
+        print(f"error: {options.data}: {finding.name}: {finding.found}", file=sys.stderr)
+    return 1 if wrong else 0
 
 
 def _make(options: argparse.Namespace) -> int:

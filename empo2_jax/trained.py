@@ -15,8 +15,9 @@ from empo2_jax.checkpoint import CheckpointStore, check_same_base
 from empo2_jax.config import Config
 from empo2_jax.config_file import load_config, use_panel
 from empo2_jax.envs.base import EnvironmentFamily
+from empo2_jax.envs.problems import panel_tasks
 from empo2_jax.errors import CheckpointError, ConfigError, DataError
-from empo2_jax.evaluation import evaluate, panel_tasks
+from empo2_jax.evaluation import evaluate
 from empo2_jax.learner.step import LearnerState
 from empo2_jax.metrics import ADAPTATIONS_FILE, JsonLines, read_jsonl
 from empo2_jax.models.hf_weights import save_model

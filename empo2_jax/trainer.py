@@ -21,7 +21,7 @@ from empo2_jax.alarms import CANARIES, MAX_GAP, count_skipped, refuse_many_failu
 from empo2_jax.algorithms.base import StepAdvantages, group_metrics, spent, valid_episodes
 from empo2_jax.checkpoint import CheckpointStore, RunLock, check_same_base
 from empo2_jax.config import Config
-from empo2_jax.config_file import dump_toml, load_config
+from empo2_jax.config_file import load_config
 from empo2_jax.data.packing import branch_room, fits, pack
 from empo2_jax.data.rows import build_rows, drop_unlikely_steps, minibatches, token_weights
 from empo2_jax.errors import CheckpointError, ConfigError
@@ -31,7 +31,7 @@ from empo2_jax.learner.ledgers import fill, scorer
 from empo2_jax.learner.optim import policy_rate
 from empo2_jax.learner.step import LearnerState
 from empo2_jax.memory.novelty import novelty_key
-from empo2_jax.metrics import Stopwatch, write_atomically
+from empo2_jax.metrics import Stopwatch
 from empo2_jax.ops.losses import finalize_metrics
 from empo2_jax.progress import RunProgress, note
 from empo2_jax.randomness import generator
@@ -39,7 +39,7 @@ from empo2_jax.recorded_updates import UpdateRecorder
 from empo2_jax.report import write_report
 from empo2_jax.rollout.collect import Assignment
 from empo2_jax.run_logs import RunLogs
-from empo2_jax.run_record import CONFIG_FILE, check_same_run, record_command
+from empo2_jax.run_record import CONFIG_FILE, check_same_run, record_command, record_config
 from empo2_jax.storage import Mirror
 from empo2_jax.types import Episode, EpisodeGroup, Row, Task
 from empo2_jax.watch import Watch, WatchedEngine
@@ -62,7 +62,7 @@ def run(config: Config, resume: str = "auto", command: Sequence[str] = ()) -> Pa
     with ExitStack() as stack:
         gang.first(partial(_claim, config, resume, command, stack), "run directory")
         trainer = Trainer(config, stack)
-        gang.first(lambda: write_atomically(folder / CONFIG_FILE, dump_toml(config)), "configuration")
+        gang.first(lambda: record_config(config), "configuration")
         stack.enter_context(trainer.watch)
         try:
             trainer.restore(resume)

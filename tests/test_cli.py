@@ -173,4 +173,6 @@ def test_tips_of_a_run_are_listed_best_first(tmp_path: Path) -> None:
 def test_verify_names_the_bad_checkpoint_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "checkpoints" / "3").mkdir(parents=True)
     assert main(["checkpoint", "verify", str(tmp_path)]) == 2
-    assert capsys.readouterr().out == "3: manifest.json: No such file or directory\n"
+    told = capsys.readouterr()
+    assert told.err == f"error: {tmp_path}: checkpoint 3: manifest.json: No such file or directory\n"
+    assert told.out == ""

@@ -7,9 +7,10 @@ import pytest
 from empo2_jax.config import EvaluationConfig
 from empo2_jax.config_file import dump_toml, load_config, use_panel
 from empo2_jax.envs import scienceworld, toy
+from empo2_jax.envs.problems import panel_tasks, shortfall
 from empo2_jax.envs.scienceworld_tasks import PAPER_TASKS, TASKS, lookup
 from empo2_jax.errors import ConfigError
-from empo2_jax.evaluation import evaluate, panel_tasks
+from empo2_jax.evaluation import evaluate
 from empo2_jax.panels import load_panel
 from empo2_jax.rollout.replay import ReplayEngine
 from empo2_jax.study.base import load_study
@@ -90,6 +91,21 @@ def test_a_panel_of_another_world_or_with_a_problem_that_is_not_there_is_refused
     (folder / "small.toml").write_text(SMALL.replace("[4, 1]", "[8]"))
     with pytest.raises(ConfigError, match="toy/bulb/8"):
         panel_tasks(toy.family(), config)
+
+
+def test_fewer_variations_than_asked_for_are_told() -> None:
+    family = scienceworld.family(tasks=["melt", "boil", "9-2"], variations={"test": 20})
+    asked = EvaluationConfig(variations=20)
+    assert [len([task for task in panel_tasks(family, asked) if task.name == name]) for name in ("melt", "boil")] == [
+        9,
+        9,
+    ]
+    told = "evaluation.variations = 20: fewer in the test split of melt (9), boil (9)"
+    assert shortfall(family, asked) == told
+    assert shortfall(family, EvaluationConfig(variations=9)) == ""
+    assert shortfall(family, EvaluationConfig(panel="some.toml")) == ""
+    family = scienceworld.family(tasks=[task.name for task in TASKS], variations={"test": 1})
+    assert shortfall(family, EvaluationConfig(variations=2)).endswith(" and 27 more")
 
 
 @pytest.mark.parametrize("path", PANELS, ids=lambda path: path.stem)

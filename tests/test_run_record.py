@@ -1,10 +1,13 @@
 """Which configurations may go on in a run directory."""
 
+from pathlib import Path
+
 import pytest
 
 from empo2_jax.config import Config, parse_config
+from empo2_jax.config_file import load_config
 from empo2_jax.errors import CheckpointError
-from empo2_jax.run_record import check_same_run
+from empo2_jax.run_record import check_same_run, record_config
 
 
 def test_another_configuration_is_refused_by_its_first_differing_keys() -> None:
@@ -27,3 +30,24 @@ def test_keys_that_do_not_reach_the_numbers_may_differ() -> None:
         }
     )
     check_same_run(Config(), longer)
+
+
+PANEL = 'env = "toy"\nsplit = "dev"\nrepeats = 3\ntemperature = 0.5\nseed = 9\n[tasks]\nbulb = [4, 1]\n'
+
+
+def test_a_run_directory_holds_its_panel_and_can_be_moved(tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(PANEL)
+    (tmp_path / "given.toml").write_text('[run]\ndir = "RUN"\n[evaluation]\npanel = "small.toml"\n')
+    config = load_config(tmp_path / "given.toml", [f"run.dir={tmp_path / 'run'}"])
+    config.run_dir.mkdir()
+    record_config(config)
+    check_same_run(load_config(config.run_dir / "config.toml"), config)
+    moved = config.run_dir.rename(tmp_path / "moved")
+    assert 'panel = "panel.toml"' in (moved / "config.toml").read_text()
+    assert str(tmp_path / "small") not in (moved / "config.toml").read_text()
+    (tmp_path / "small.toml").write_text(PANEL.replace("[4, 1]", "[4, 2]"))
+    saved = load_config(moved / "config.toml")
+    assert (moved / "panel.toml").read_text() == PANEL
+    assert (saved.evaluation.panel, saved.evaluation.repeats) == (str(moved / "panel.toml"), 3)
+    with pytest.raises(CheckpointError, match=r"evaluation\.panel = 'panel \w{12}', now it is 'panel \w{12}'"):
+        check_same_run(saved, config)

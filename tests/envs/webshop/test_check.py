@@ -29,7 +29,9 @@ def test_a_made_folder_is_good(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_missing_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["webshop", "check", str(tmp_path)]) == 1
-    assert "items_shuffle*.json is missing" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "items_shuffle*.json is missing" in told.out
+    assert f"error: {tmp_path}: " in told.err and "items_shuffle*.json is missing" in told.err
     assert any("items_ins_v2*.json is missing" in line for line in bad(tmp_path))
 
 
