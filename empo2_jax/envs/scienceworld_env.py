@@ -16,6 +16,7 @@ from empo2_jax.errors import EnvError
 from empo2_jax.types import Observation, Task
 
 NAME = "scienceworld"
+FIRST_MOVE = "look around"  # what the package's own reset does: it may earn the points for where the agent begins
 NOT_UNDERSTOOD = "No known action matches that input."
 WRONG_FOCUS = "wrong focus"  # why an episode ended with -100 points; an exception in the simulator is an `EnvError`
 
@@ -43,9 +44,9 @@ class Outcome(NamedTuple):
 class ScienceWorldEnvironment:
     """Leases a simulator at the first reset.
 
-    The score of an episode starts at 0; points that a task grants for where the agent begins come with the first
-    step. `close` may be called from another thread while a call runs: the simulator is then killed, since its answer
-    would reach the next episode.
+    The score of an episode starts at 0; points that a task grants for where the agent begins, which the package's reset
+    already counts, come with the first step. `close` may be called from another thread while a call runs: the simulator
+    is then killed, since its answer would reach the next episode.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class ScienceWorldEnvironment:
 
     def _begin(self, jvm: Jvm) -> tuple[str, tuple[str, ...], str]:
         jvm.load(lookup(self._task.name).name, self._task.variation, self._simplification)
+        jvm.step(FIRST_MOVE)
         return jvm.task_description(), self._templates or jvm.templates(), _state(jvm)
 
     def _apply(self, jvm: Jvm, text: str) -> Outcome:
@@ -167,9 +169,10 @@ class ScienceWorldEnvironment:
         try:
             return self._guarded(call)
         except EnvError as error:
-            self._drop()
             if not self._open:
+                self._drop()
                 raise EnvError(f"{self._task}: closed during a call") from error
+            self._drop(str(error))
             first = error
         try:
             self._jvm = self._pool.lease()
@@ -177,7 +180,7 @@ class ScienceWorldEnvironment:
                 self._guarded(self._replay)
             result = self._guarded(call)
         except EnvError as error:
-            self._drop()
+            self._drop(str(error))
             self._last = None
             self._pool.note("episodes lost")
             raise EnvError(f"{self._task}: {first}; not recovered: {error}") from error
@@ -201,13 +204,17 @@ class ScienceWorldEnvironment:
             if (_lines(again.reply), *again[2:]) != (_lines(sent.reply), *sent[2:]):
                 raise EnvError(f"a new simulator answers {sent.action!r} (exchange {number}) otherwise")
 
-    def _drop(self) -> None:
+    def _drop(self, failure: str = "") -> None:
         jvm, self._jvm = self._jvm, None
-        if jvm is not None:
+        if jvm is None:
+            return
+        if failure:
+            self._pool.fail(jvm, failure)
+        else:
             if self._busy:
                 jvm.kill()
-                self._busy = False
             self._pool.give_back(jvm)
+        self._busy = False
 
 
 def _send(jvm: Jvm, action: str) -> Sent:

@@ -305,6 +305,12 @@ def test_a_score_before_the_first_step_is_never_read(environment):
     assert environment.step("look around").score >= 0.0
 
 
+def test_points_for_where_the_agent_begins_come_with_the_first_step_as_in_the_package(environment):
+    environment.reset(Task("scienceworld", "power-component", 0), 0)
+    seen = environment.step("go to workshop")
+    assert (seen.text.strip(), seen.score, seen.reward) == ("You move to the workshop.", 13.0, 13.0)
+
+
 def test_an_episode_has_exactly_the_configured_steps(family):
     said = spoken(word_chat(), lambda request: "look in the drawer")
     collector = make_collector(ReplayEngine(said), family, step_limit=7, max_length=100_000)
