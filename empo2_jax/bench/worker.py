@@ -17,7 +17,7 @@ import numpy as np
 
 from empo2_jax.bench.base import Side
 
-OPTIONAL = ("torch", "transformers")  # packages that only a peer needs
+OPTIONAL = ("torch", "transformers", "scienceworld", "py4j")  # packages that only a peer needs
 
 
 def main(handle: int, order: str) -> None:

@@ -8,7 +8,7 @@ closes its environment, which ends the simulator behind it (`pool`), and no othe
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, TypeVar
@@ -49,7 +49,7 @@ class InFlight:
         self._waits: deque[float] = deque(maxlen=KEPT)
 
     @asynccontextmanager
-    async def episode(self) -> AsyncIterator["Flight"]:
+    async def episode(self) -> AsyncGenerator["Flight", None]:
         """An environment until the block ends, however it ends."""
         before = time.perf_counter()
         async with self._turn:
