@@ -170,12 +170,12 @@ def test_1000_episodes_in_flight_keep_their_memory_while_simulators_are_killed()
         return played
 
     played = asyncio.run(all_of_them())
-    assert [item for item in played if item != "-100 True" and not isinstance(item, EnvError)] == []
-    assert sum(isinstance(item, EnvError) for item in played) <= 2
-    events = family.pool.events
-    assert events["episodes recovered"] + events["episodes lost"] >= 5
-    assert 3 <= len(started) <= 3 + 2 * 10 + 10
-    assert max(resident[100:]) <= 140.0
+    assert [item for item in played if isinstance(item, BaseException)] == []
+    assert all(len(set(played[variation::300])) == 1 for variation in range(300))  # killed simulators changed nothing
+    assert 1 <= family.pool.events["episodes recovered"] <= 10
+    assert family.pool.events["episodes lost"] == 0
+    assert len(started) <= 3 + 10
+    assert max(resident) <= 140.0
     assert sum(resident[-100:]) <= 1.1 * sum(resident[200:300])
     family.close()
     assert not any(jvm.usable for jvm in started)
