@@ -23,8 +23,9 @@ from empo2_jax.checkpoint import RunLock
 from empo2_jax.config import Config
 from empo2_jax.config_file import dump_toml, load_config
 from empo2_jax.envs.base import EnvironmentFamily
+from empo2_jax.envs.problems import panel_tasks
 from empo2_jax.errors import CheckpointError, ConfigError, DataError
-from empo2_jax.evaluation import Panel, evaluate, panel_tasks, refuse_total_failure, summarize
+from empo2_jax.evaluation import Panel, evaluate, refuse_total_failure, summarize
 from empo2_jax.learner.critic import train_critic
 from empo2_jax.metrics import ADAPTATIONS_FILE, EPISODES_FOLDER, Stopwatch, read_metrics, write_atomically
 from empo2_jax.progress import RunProgress, note
