@@ -21,7 +21,7 @@ from empo2_jax.algorithms.reflexion import Chain
 from empo2_jax.algorithms.retrospex import Embed, Rescorer, transitions
 from empo2_jax.checkpoint import RunLock
 from empo2_jax.config import Config
-from empo2_jax.config_file import dump_toml, load_config
+from empo2_jax.config_file import load_config
 from empo2_jax.envs.base import EnvironmentFamily
 from empo2_jax.envs.problems import panel_tasks
 from empo2_jax.errors import CheckpointError, ConfigError, DataError
@@ -35,7 +35,7 @@ from empo2_jax.rollout.reflect import AfterFailure, TipWriter
 from empo2_jax.rollout.rescore import Chooser, ChoosingCollector
 from empo2_jax.rollout.spread import from_bytes, to_bytes
 from empo2_jax.run_logs import RunLogs
-from empo2_jax.run_record import CONFIG_FILE, check_same_run, record_command
+from empo2_jax.run_record import CONFIG_FILE, check_same_run, record_command, record_config
 from empo2_jax.types import Episode
 
 TRIALS_FOLDER, CRITIC_FILE = "trials", "critic.json"
@@ -59,7 +59,7 @@ def run(config: Config, resume: str = "auto", command: Sequence[str] = ()) -> Pa
         stack.enter_context(RunLock(config.run_dir))
         _claim(config, resume)
         record_command(config.run_dir, command)
-        write_atomically(config.run_dir / CONFIG_FILE, dump_toml(config))
+        record_config(config)
         family = assembly.make_family(config)
         stack.callback(family.close)
         start = config.run_dir / "start"
