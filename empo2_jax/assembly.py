@@ -191,6 +191,11 @@ def make_engine(config: Config, policy: Policy) -> Engine:
             f"rollout.max_length + memory.tip_max_tokens + {TIP_ROOM} = {length} exceeds the {limit} positions of "
             f"{config.model.path}"
         )
+    several = distributed.current().size > 1
+    if several and config.rollout.max_staleness:
+        raise ConfigError(
+            f"rollout.max_staleness = {config.rollout.max_staleness} with several processes: 0 is allowed"
+        )
     if config.rollout.engine == "sglang":
         remote = importlib.import_module("empo2_jax.remote_engine")
         return remote.make_remote_engine(config, policy.model, policy.tokenizer, policy.folder, policy.mesh, length)

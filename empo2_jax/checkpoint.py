@@ -1,16 +1,16 @@
 """Checkpoints: one atomic step holds all that a run needs to go on bit for bit.
 
-`checkpoints/<step>/` has `state/` (Orbax: parameters, optimizer, counters), `memory/`, `novelty/`, `cursor.json` and
-`manifest.json` with a checksum of every file. It is written under a hidden name, brought to the disk and appears by
-one rename; a kill leaves the previous step usable. A step whose manifest does not hold is skipped and named. Nothing
-here knows what a tip or an optimizer is, and nothing is unpickled.
+`checkpoints/<step>/` has `state/` (Orbax: parameters, optimizer, counters), `memory/`, `novelty/`, `rollouts/` (those
+that ran ahead), `cursor.json` and `manifest.json` with a checksum of every file. It is written under a hidden name,
+brought to the disk and appears by one rename; a kill leaves the previous step usable. A step whose manifest does not
+hold is skipped and named. Nothing here knows what a tip or an optimizer is, and nothing is unpickled.
 """
 
 import fcntl
 import hashlib
 import logging
 import shutil
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -77,8 +77,7 @@ class CheckpointStore:
         step: int,
         *,
         state: Any,
-        memory_dump: Callable[[Path], None],
-        novelty_dump: Callable[[Path], None],
+        dumps: Mapping[str, Callable[[Path], None]],
         cursor: dict[str, Any],
     ) -> Path:
         """Write one step and return its directory; the call returns when it is on the disk.
@@ -86,8 +85,7 @@ class CheckpointStore:
         Args:
             step: Number of the step; a directory of that number (one that did not verify) is replaced.
             state: Pytree of arrays.
-            memory_dump: Writes the tip memory into an empty folder.
-            novelty_dump: Writes the novelty store into an empty folder.
+            dumps: By the name of an empty folder, what writes into it: `memory`, `novelty` and what else there is.
             cursor: JSON values; `metrics_lines` is the number of lines of `metrics.jsonl` that belong to the step.
 
         Raises:
@@ -100,15 +98,15 @@ class CheckpointStore:
         def begin() -> None:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._sweep()
-            for name in ("memory", "novelty"):
-                (draft / name).mkdir(parents=True)
+            for folder in (draft, *(draft / name for name in dumps)):
+                folder.mkdir()
             require_space(draft / "reserve", sum(leaf.nbytes for leaf in leaves.values()))
 
         def complete() -> None:
-            memory_dump(draft / "memory")
-            novelty_dump(draft / "novelty")
+            for name, dump in dumps.items():
+                dump(draft / name)
             write_json(draft / "cursor.json", cursor)
-            content = {name: hash_folder(draft / name) for name in ("memory", "novelty")}
+            content = {name: hash_folder(draft / name) for name in dumps}
             self._write_manifest(draft, step, {"state": digest, **content})
             sync_tree(draft)
             self._publish(draft, step)
@@ -161,7 +159,7 @@ class CheckpointStore:
             partial: Whether the checkpoint may hold leaves that `abstract_state` lacks; they are not read.
 
         Returns:
-            The state, the step's directory (for `memory/` and `novelty/`) and the cursor.
+            The state, the step's directory (for what `dumps` wrote) and the cursor.
 
         Raises:
             CheckpointError: the step is missing or corrupt, or its state has other leaves, shapes or dtypes.

@@ -6,6 +6,7 @@ child overrides its parent key by key). An unknown key is an error that names th
 """
 
 import difflib
+import math
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -87,6 +88,9 @@ class RolloutConfig(Section):
     max_action_tokens: Positive = Field(32, description="tokens per action")
     max_length: Positive = Field(4500, description="tokens of one episode, prompts and answers; ends with `length`")
     slots: Positive = Field(16, description="episodes at a time; with the in-process engine each holds a KV cache")
+    max_staleness: int = Field(
+        0, ge=0, description="versions that a rollout's weights may lag behind its update; 0 = collect, then update"
+    )
     retries: int = Field(1, ge=0, description="times an episode that failed is run again with the same draws")
     engine: Literal["jax", "sglang"] = Field("jax", description="who samples: this process, or `servers`")
     servers: tuple[str, ...] = Field((), strict=False, description="URLs of servers, or a file with one a line")
@@ -152,7 +156,8 @@ class AlgorithmConfig(Section):
     step_weight: NonNegative = Field(1.0, description="gigpo: w, weight of the step advantage")
     step_discount: Probability = Field(0.95, description="gigpo: γ per step of the return that steps are compared by")
     rollout_correction: Literal["auto", "on", "off"] = Field(
-        "auto", description="truncated importance weight engine→trainer; auto = on unless the engine is in-process"
+        "auto",
+        description="truncated importance weight engine→trainer; auto = off with an in-process engine that never lags",
     )
     rollout_correction_cap: float = Field(2.0, gt=0, description="cap of that weight")
 
@@ -319,6 +324,11 @@ class Config(Section):
             )
         if self.rollout.engine == "sglang" and not self.rollout.servers:
             raise ValueError('rollout.engine = "sglang" needs rollout.servers: URLs, or a file with one a line')
+        if self.rollout.max_staleness and self.rollout.engine == "jax" and self.model.mesh != (1, 1, 1):
+            raise ValueError(
+                f"rollout.max_staleness = {self.rollout.max_staleness}: an engine in this process cannot sample while "
+                f'{math.prod(self.model.mesh)} devices update; 0, or rollout.engine = "sglang", is allowed'
+            )
         name = self.algorithm.name
         if name != "empo2" and (self.algorithm.p_memory > 0 or self.intrinsic.kind != "none"):
             raise ValueError(f'algorithm.name = "{name}" needs algorithm.p_memory = 0 and intrinsic.kind = "none"')

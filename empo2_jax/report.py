@@ -64,15 +64,17 @@ CHARTS: tuple[tuple[str, str, str, str], ...] = (
     ("Optimization", "Gradient norm", r"actor/(grad_norm)", "Before clipping."),
     ("Optimization", "Policy loss", r"actor/(pg_loss)", "Mean over the updates of an iteration."),
     ("Optimization", "Engine against trainer", r"mismatch/(.+)", "Differences of log-probabilities, nats."),
+    ("Optimization", "Staleness", r"staleness/(mean|max|capped)", "Versions; share of tokens whose weight is capped."),
     ("Memory and novelty", "Memory", r"memory/(size|evictions)", "Tips held; tips dropped since the start."),
     ("Memory and novelty", "Retrieval", r"memory/(hit_rate)", "Share of steps with memory that saw a tip."),
     ("Memory and novelty", "Utility of tips", r"memory/(utility)", "Points: members of a group with tips less others."),
     ("Memory and novelty", "Distinct states", r"novelty/(distinct_states)", "That the novelty store tells apart."),
     ("Cost", "Time by phase", r"timing_s/(.+)", "Seconds of an iteration."),
     ("Cost", "Tokens", r"total/(.*tokens)", "Since the start; prompt tokens without those from the cache."),
+    ("Cost", "Shares of the rollout", r"perf/(memory_share|overlap)", "Time spent on tips; time that updates ran too."),
     ("Cost", "Throughput", r"perf/(.*tokens_per_s)", "Tokens per second."),
 )
-INNER_PHASES = ("memory_in_rollout",)  # parts of other phases
+INNER_PHASES = ("memory_in_rollout", "wait")  # parts of other phases
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`run(config)`: the loop. One iteration = draw, collect, reward, rows, ledgers, update, load, commit, save.
+"""`run(config)`: the loop. One iteration = experience (draw, collect, reward, commit), rows, ledgers, update, load.
 
 Everything random is a function of (seed, iteration, …), and all that lives over iterations is in one checkpoint, so a
 run that was killed continues as if nothing had happened. What is printed and plotted is in `metrics` and `report`.
@@ -8,7 +8,6 @@ import importlib
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,31 +16,31 @@ import jax
 import numpy as np
 
 from empo2_jax import assembly, distributed, warmstart
-from empo2_jax.alarms import CANARIES, MAX_GAP, count_skipped, refuse_many_failures, warn
+from empo2_jax.alarms import CANARIES, MAX_GAP, count_skipped, warn
 from empo2_jax.algorithms.base import StepAdvantages, group_metrics, spent, valid_episodes
 from empo2_jax.checkpoint import CheckpointStore, RunLock, check_same_base
 from empo2_jax.config import Config
 from empo2_jax.config_file import load_config
 from empo2_jax.data.packing import branch_room, fits, pack
 from empo2_jax.data.rows import build_rows, drop_unlikely_steps, minibatches, token_weights
-from empo2_jax.errors import CheckpointError, ConfigError
+from empo2_jax.errors import CheckpointError
 from empo2_jax.evaluation import evaluate
+from empo2_jax.experience import Experience
 from empo2_jax.interrupts import Stopped
 from empo2_jax.learner.ledgers import fill, scorer
 from empo2_jax.learner.optim import policy_rate
 from empo2_jax.learner.step import LearnerState
-from empo2_jax.memory.novelty import novelty_key
 from empo2_jax.metrics import Stopwatch
 from empo2_jax.ops.losses import finalize_metrics
 from empo2_jax.progress import RunProgress, note
 from empo2_jax.randomness import generator
 from empo2_jax.recorded_updates import UpdateRecorder
 from empo2_jax.report import write_report
-from empo2_jax.rollout.collect import Assignment
+from empo2_jax.rollout import ahead
 from empo2_jax.run_logs import RunLogs
 from empo2_jax.run_record import CONFIG_FILE, check_same_run, record_command, record_config
 from empo2_jax.storage import Mirror
-from empo2_jax.types import Episode, EpisodeGroup, Row, Task
+from empo2_jax.types import Episode, EpisodeGroup, Row
 from empo2_jax.watch import Watch, WatchedEngine
 
 
@@ -96,7 +95,7 @@ class Trainer:
         stack.callback(self.family.close)
         start = self._start()
         self.policy = self.gang.agree(lambda: assembly.load_policy(config.model, start), "policy")
-        self.algorithm = importlib.import_module(f"empo2_jax.algorithms.{config.algorithm.name}")
+        self.algorithm: Any = importlib.import_module(f"empo2_jax.algorithms.{config.algorithm.name}")
         embedder = assembly.make_embedder(config)
         self.memory = assembly.make_memory(config.memory, embedder)
         self.novelty = assembly.make_novelty(config.intrinsic, config.memory, embedder, config.run.seed)
@@ -107,6 +106,9 @@ class Trainer:
         )
         stack.callback(self.collector.close)
         self.writer = assembly.make_writer(config, self.policy, self.family) if config.algorithm.p_memory > 0 else None
+        tasks = self.family.tasks("train")
+        parts = (self.collector, self.memory, self.novelty, self.writer)
+        self.experience = Experience(config, tasks, self.algorithm, *parts)
         self.parts = assembly.learner_parts(config, self.policy)
         self.learner = assembly.make_learner(config, self.policy, self.parts)
         anchored = config.algorithm.kl_coefficient > 0
@@ -118,7 +120,8 @@ class Trainer:
         self.iteration = 0
         remote, algorithm = config.rollout.engine != "jax", config.algorithm
         self._max_gap = CANARIES * config.canary_tolerance if remote else MAX_GAP[config.model.compute_dtype]
-        self.corrected = remote if algorithm.rollout_correction == "auto" else algorithm.rollout_correction == "on"
+        differs = remote or config.rollout.max_staleness > 0
+        self.corrected = differs if algorithm.rollout_correction == "auto" else algorithm.rollout_correction == "on"
         self._complete = False  # whether the state, the memory and the logs are those of the end of `iteration`
         self._sampled = 0  # tokens of the newest rollout
         self._skipped = 0  # updates in a row, up to now
@@ -137,6 +140,7 @@ class Trainer:
         """Continue a checkpoint, or begin: logs are cut to what the checkpoint knows."""
         step = self._chosen(resume)
         cursor: dict[str, Any] = {}
+        ready: list[ahead.Rollout] = []
         if step is not None:
             state, folder, cursor = self.store.restore(step, self.state)
             check_same_base(self.config.run_dir, cursor, self.parts.base, self.policy.folder)
@@ -144,6 +148,7 @@ class Trainer:
             self.state = LearnerState(*state)
             self.memory.load(folder / "memory")
             self.novelty.load(folder / "novelty")
+            ready = ahead.load(folder / "rollouts")
             self.iteration, self.totals = cursor["iteration"], cursor["totals"]
             self._skipped = cursor["skipped_in_a_row"]
         self.engine.load(self._served(), self.iteration)
@@ -151,6 +156,15 @@ class Trainer:
         opened = partial(RunLogs, self.config.run_dir, cursor, self.config.run, **settings)
         self.logs = self.gang.agree(opened, "logs")
         self._stack.callback(self.logs.close)
+        self.rollouts = ahead.Rollouts(
+            self.experience.make,
+            first=self.iteration,
+            total=self.config.run.iterations,
+            max_staleness=self.config.rollout.max_staleness,
+            stop=self._stop_collecting,
+            ready=ready,
+        )
+        self._stack.callback(self.rollouts.close)
         self._complete = step is not None
         if step is None:
             self._evaluate_start()
@@ -174,93 +188,50 @@ class Trainer:
 
     def loop(self) -> None:
         """All remaining iterations."""
-        total = self.config.run.iterations
+        total, every = self.config.run.iterations, self.config.evaluation.every
+        self.rollouts.go(self.iteration)
         with RunProgress(total, self.iteration) as progress:
             while self.iteration < total:
-                metrics = self.iterate()
-                last, every = self.iteration == total, self.config.evaluation.every
-                if last or (every and self.iteration % every == 0):
+                clock = Stopwatch()
+                metrics = self.iterate(clock)
+                last = self.iteration == total
+                evaluates = last or bool(every and self.iteration % every == 0)
+                saves = last or self.iteration % self.config.checkpoint.every == 0
+                held = self.rollouts.hold(always=evaluates or saves)
+                if held:
+                    self.engine.load(self._served(), self.iteration)
+                metrics |= self.engine.metrics() | clock.metrics()
+                warn(metrics, self.config.update.learning_rate, self._max_gap, self.policy.model.config.vocab_size)
+                if evaluates:
                     metrics |= self.evaluate("end" if last else "during")
                 self.logs.iteration(self.iteration, metrics)
                 self._complete = True
-                if last or self.iteration % self.config.checkpoint.every == 0:
+                if saves:
                     self.save()
+                if held:
+                    self.rollouts.go(self.iteration)
                 progress.update(self.iteration, metrics)
 
-    def iterate(self) -> dict[str, float]:
-        """One iteration; afterwards `self.iteration` counts it."""
-        clock = Stopwatch()
-        memory_before = self.collector.memory_seconds
-        groups, self._complete = self.collect(), False
+    def iterate(self, clock: Stopwatch) -> dict[str, float]:
+        """The updates on the next rollout; afterwards `self.iteration` counts them. The engine keeps its weights."""
+        rollout, waited = self.rollouts.take()
+        self._complete = False
         if self.config.rollout.release_memory:
             self.engine.release_memory()
-        refuse_many_failures([episode for group in groups for episode in group.episodes])
-        clock.lap("rollout")
-        groups, pending = self.reward_novelty(groups)
-        clock.lap("novelty")
-        episodes = valid_episodes(groups)
-        metrics = group_metrics(groups) | self._traffic(groups)
+        clock.lap("wait")
+        groups, episodes = rollout.groups, valid_episodes(rollout.groups)
+        metrics = group_metrics(groups) | self._traffic(groups) | self._staleness(episodes)
         metrics |= self.update(episodes, self.algorithm.advantages(groups, self.config.algorithm))
         clock.lap("update")
-        self.memory.commit(self.memory.entries(episodes, self.config.memory.scope, self.iteration))
-        self.novelty.commit(pending)
-        clock.lap("memory")
         self.iteration += 1
-        self.engine.load(self._served(), self.iteration)
         self.logs.episodes(
             self.iteration, [episode for group in groups for episode in group.episodes], self.config.run.episodes_logged
         )
-        metrics |= {f"memory/{name}": float(value) for name, value in self.memory.metrics().items()}
-        metrics |= {f"novelty/{name}": float(value) for name, value in self.novelty.metrics().items()}
-        metrics |= {f"total/{name}": float(value) for name, value in self.totals.items()} | self.engine.metrics()
-        metrics["perf/tokens_per_s"] = self._sampled / max(clock.seconds["rollout"], 1e-9)
+        metrics |= rollout.metrics
+        metrics |= {f"total/{name}": float(value) for name, value in self.totals.items()}
         metrics["memory/tips_missing"] = float(sum(not episode.tip for episode in episodes)) if self.writer else 0.0
-        warn(metrics, self.config.update.learning_rate, self._max_gap, self.policy.model.config.vocab_size)
-        clock.seconds["memory_in_rollout"] = self.collector.memory_seconds - memory_before
-        return metrics | clock.metrics()
-
-    def collect(self) -> list[EpisodeGroup]:
-        """Draw tasks and modes, run the groups."""
-        config, seed, iteration = self.config, self.config.run.seed, self.iteration
-        tasks = draw_tasks(self.family.tasks("train"), config.rollout.tasks_per_iteration, seed, iteration)
-        size = config.rollout.group_size
-        assignments = [
-            Assignment(
-                f"i{iteration}/g{group}/e{member}",
-                task,
-                self.algorithm.draw_mode(config.algorithm, seed, iteration, group, member),
-            )
-            for group, task in enumerate(tasks)
-            for member in range(size)
-        ]
-        before = self.memory.retrievals
-        try:
-            episodes = self.collector.collect(
-                assignments, temperature=config.rollout.temperature, memory=self.memory, writer=self.writer
-            )
-        except Stopped:
-            self.memory.retrievals = before  # the run goes on as if this rollout had not begun
-            raise
-        return [
-            EpisodeGroup(task, tuple(episodes[group * size : (group + 1) * size])) for group, task in enumerate(tasks)
-        ]
-
-    def reward_novelty(self, groups: Sequence[EpisodeGroup]) -> tuple[list[EpisodeGroup], list[Any]]:
-        """Groups whose valid episodes carry intrinsic rewards, and what novelty has to commit at the end."""
-        if self.config.intrinsic.kind == "none" or self.config.intrinsic.coefficient == 0:
-            return list(groups), []
-        pending: list[Any] = []
-
-        def reward(episode: Episode) -> Episode:
-            if not episode.stop_reason.valid or not episode.steps:
-                return episode
-            vectors = self.memory.embed([step.state for step in episode.steps])
-            rewards, visits = self.novelty.episode_rewards(novelty_key(episode.task), vectors)
-            pending.append(visits)
-            steps = zip(episode.steps, rewards.tolist(), strict=True)
-            return replace(episode, steps=tuple(replace(step, intrinsic_reward=value) for step, value in steps))
-
-        return [replace(group, episodes=tuple(map(reward, group.episodes))) for group in groups], pending
+        clock.seconds |= {**rollout.seconds, "wait": waited}
+        return metrics | (ahead.speeds(rollout.seconds, waited, self._sampled) if rollout.seconds else {})
 
     def update(self, episodes: Sequence[Episode], advantages: Sequence[StepAdvantages]) -> dict[str, float]:
         """Rows, ledgers, mini-batches, optimizer steps; the metrics of all of them.
@@ -295,6 +266,7 @@ class Trainer:
             correction_cap=algorithm.rollout_correction_cap if self.corrected else None,
             reference=score(self.reference) if self.reference is not None else None,
             branch_room=room,
+            policy_version=self.iteration,
         )
         totals: dict[str, np.ndarray] = {}
         count = skipped = 0
@@ -357,17 +329,26 @@ class Trainer:
             "skipped_in_a_row": self._skipped,
             **self.logs.cursor(),
         }
-        self.store.save(
-            self.iteration,
-            state=self.state,
-            memory_dump=self.memory.dump,
-            novelty_dump=self.novelty.dump,
-            cursor=cursor,
-        )
+        dumps = {"memory": self.memory.dump, "novelty": self.novelty.dump}
+        if self.config.rollout.max_staleness:
+            dumps["rollouts"] = partial(ahead.dump, self.rollouts.ready)
+        self.store.save(self.iteration, state=self.state, dumps=dumps, cursor=cursor)
 
     def _served(self) -> Any:
         """Weights for the engine: no array of them will be donated."""
         return assembly.served_params(self.config, self.state.params, self.parts.frozen)
+
+    def _stop_collecting(self) -> None:
+        """Make a collection in another thread end soon: the run is over."""
+        self.watch.ask()
+        self.engine.close()
+
+    def _staleness(self, episodes: Sequence[Episode]) -> dict[str, float]:
+        """How many versions older than the trainer's the weights were that sampled the steps of `episodes`."""
+        ages = [self.iteration - step.policy_version for episode in episodes for step in episode.steps]
+        if not self.config.rollout.max_staleness or not ages:
+            return {}
+        return {"staleness/mean": float(np.mean(ages)), "staleness/max": float(max(ages))}
 
     def _traffic(self, groups: Sequence[EpisodeGroup]) -> dict[str, float]:
         """Count what was spent; modes as shares of the episodes."""
@@ -381,14 +362,3 @@ class Trainer:
             "episode/valid_actions": float(np.mean([step.valid for step in steps])) if steps else 0.0,
             "memory/hit_rate": float(np.mean(hits)) if hits else 0.0,
         }
-
-
-def draw_tasks(tasks: Sequence[Task], count: int, seed: int, iteration: int) -> list[Task]:
-    """`count` tasks of one iteration: without repeats as far as there are tasks, then again from a new shuffle."""
-    if not tasks:
-        raise ConfigError("env.tasks: the train split has no task")
-    drawn: list[Task] = []
-    while len(drawn) < count:
-        order = generator(seed, "tasks", iteration, len(drawn)).permutation(len(tasks))
-        drawn += [tasks[index] for index in order[: count - len(drawn)]]
-    return drawn

@@ -266,7 +266,7 @@ def train(
             best = _copy(state.params) if best is not None and done.best() == done.updates else best
         if config.checkpoint_every and done.updates % config.checkpoint_every == 0 and not last:
             cursor = {"progress": asdict(done), "metrics_lines": 0}
-            store.save(done.updates, state=(state, best), memory_dump=_nothing, novelty_dump=_nothing, cursor=cursor)
+            store.save(done.updates, state=(state, best), dumps={}, cursor=cursor)
     kept = done.best() if best is not None else done.updates
     facts = {"transcripts": len(rows), "held_out": len(measured), "kept_update": kept, "progress": asdict(done)}
     return state.params if best is None else best, facts
@@ -326,10 +326,6 @@ def _loss(learner: Learner, params: Any, batches: Sequence[TrainBatch]) -> float
 
 def _copy(params: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.copy(), params)
-
-
-def _nothing(folder: Path) -> None:
-    """What a warm start remembers beside its weights."""
 
 
 def _scaled(row: Row, factor: float) -> Row:

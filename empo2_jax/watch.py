@@ -60,6 +60,10 @@ class Watch:
         """Whether this process knows that the run is to stop; others may not know yet."""
         return self._asked.is_set()
 
+    def ask(self) -> None:
+        """Let the run stop as SIGTERM would; from any thread."""
+        self._asked.set()
+
     def beat(self, doing: str) -> None:
         """Show progress."""
         self._last, self._doing = time.monotonic(), doing

@@ -2,8 +2,10 @@
 
 import pytest
 
-from empo2_jax.assembly import load_policy, make_family, make_index, model_folder
+from empo2_jax import distributed
+from empo2_jax.assembly import load_policy, make_engine, make_family, make_index, model_folder
 from empo2_jax.config import Config, parse_config
+from empo2_jax.distributed import Gang
 from empo2_jax.errors import ConfigError, DataError
 from empo2_jax.memory.exact_index import ExactIndex
 from empo2_jax.memory.scann_index import ScannIndex
@@ -35,6 +37,14 @@ def test_a_mesh_needs_its_devices() -> None:
     config = parse_config({"model": {"path": "toy", "mesh": [1, 1, 64]}})
     with pytest.raises(ConfigError, match="needs 64 devices"):
         load_policy(config.model)
+
+
+def test_rollouts_run_ahead_in_one_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse_config({"model": {"path": "toy"}, "rollout": {"max_staleness": 2, "max_length": 300}})
+    policy = load_policy(config.model)
+    monkeypatch.setattr(distributed, "current", lambda: Gang(1, 2))
+    with pytest.raises(ConfigError, match=r"max_staleness = 2 with several processes: 0 is allowed"):
+        make_engine(config, policy)
 
 
 def test_defaults_are_a_valid_configuration() -> None:

@@ -33,8 +33,10 @@ def save(store: CheckpointStore, step: int, seed: int = 0, lines: int = 0, memor
     store.save(
         step,
         state=make_state(seed),
-        memory_dump=lambda folder: (folder / "tips.json").write_text(memory) and None,
-        novelty_dump=lambda folder: np.save(folder / "states.npy", np.arange(3.0)),
+        dumps={
+            "memory": lambda folder: (folder / "tips.json").write_text(memory) and None,
+            "novelty": lambda folder: np.save(folder / "states.npy", np.arange(3.0)),
+        },
         cursor={"iteration": step, "metrics_lines": lines},
     )
 
@@ -212,7 +214,7 @@ def test_disk_that_fills_while_dumping_leaves_no_trace(tmp_path: Path) -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(CheckpointError, match="cannot save: No space left on device"):
-        store.save(1, state=make_state(), memory_dump=fail, novelty_dump=fail, cursor={"metrics_lines": 0})
+        store.save(1, state=make_state(), dumps={"memory": fail}, cursor={"metrics_lines": 0})
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
@@ -230,7 +232,7 @@ with RunLock(folder):
     store = CheckpointStore(folder, keep=3)
     write = lambda place: None
     for step, dump in ((1, write), (2, stuck)):
-        store.save(step, state={"w": jnp.arange(4.0)}, memory_dump=write, novelty_dump=dump,
+        store.save(step, state={"w": jnp.arange(4.0)}, dumps={"memory": write, "novelty": dump},
                    cursor={"metrics_lines": 0})
 """
 

@@ -162,8 +162,7 @@ def test_tips_of_a_run_are_listed_best_first(tmp_path: Path) -> None:
     CheckpointStore(tmp_path, keep=1).save(
         1,
         state={"w": jnp.zeros(1)},
-        memory_dump=lambda folder: (folder / "tips.jsonl").write_text("\n".join(lines) + "\n") and None,
-        novelty_dump=lambda folder: None,
+        dumps={"memory": lambda folder: (folder / "tips.jsonl").write_text("\n".join(lines) + "\n") and None},
         cursor={"metrics_lines": 0},
     )
     assert [tip["content"] for tip in tips_of_run(tmp_path)] == ["tip 1", "tip 2", "tip 0"]

@@ -65,6 +65,10 @@ def test_an_unknown_key_names_the_nearest(values: dict[str, Any], unknown: str, 
         ({"model": {"mesh": [1, 1]}}, "mesh"),
         ({"model": {"attention": "flash"}}, r"model\.attention = 'flash': .*'auto', 'xla', 'cudnn' or 'splash'"),
         ({"model": {"remat": True}}, "'none', 'dots' or 'full'"),
+        (
+            {"model": {"mesh": [1, 1, 2]}, "rollout": {"max_staleness": 1}},
+            r"max_staleness = 1: an engine in this process cannot sample while 2 devices update; 0, or .*sglang",
+        ),
         ({"model": {"mesh": [2, 2, 1]}}, r"data × fsdp = 4 shards; at least 18432 is allowed"),
     ],
 )

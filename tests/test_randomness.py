@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from empo2_jax.experience import draw_tasks
 from empo2_jax.randomness import generator, uniform, words
-from empo2_jax.trainer import draw_tasks
 from empo2_jax.types import Task
 
 TASKS = [Task("toy", "bulb", number) for number in range(5)]

@@ -68,3 +68,11 @@ def test_no_progress_ends_the_process_with_stacks_and_progress_does_not() -> Non
     assert done.stderr.startswith("error: process 0 of 1: no progress for ")
     assert "s in: update; ended\n" in done.stderr
     assert "in stuck" in done.stderr
+
+
+def test_a_stop_can_be_asked_for_from_inside() -> None:
+    watch = Watch(Gang(), 0.0)
+    watch.check("rollout")
+    watch.ask()
+    with pytest.raises(Stopped):
+        watch.check("rollout")

@@ -42,8 +42,12 @@ def fill(
     correction_cap: float | None,
     reference: Score | None = None,
     branch_room: int | None = None,
+    policy_version: int | None = None,
 ) -> tuple[list[Row], dict[str, float]]:
     """Rows with their ledgers, and the metrics of the gap between engine and trainer.
+
+    Rows that older weights sampled have the trainer's own log-probs as denominators too, so that the clip bounds this
+    update alone, while the rollout weight carries what the policy has moved since they were sampled.
 
     Args:
         rows: Rows under P_loss that fit into batches.
@@ -53,6 +57,7 @@ def fill(
         correction_cap: Cap of the rollout weight; None = no correction (the weight stays 1).
         reference: Log-probs under the policy at the start of RL, when a KL term needs them.
         branch_room: That of the rows, see `build_rows`; with it one forward pass has both prompts of an episode.
+        policy_version: That of the weights behind `score`; None: those that collected every episode.
     """
     tipped: list[Row] = []
     if denominator == "behavior" or correction_cap is not None:
@@ -70,7 +75,9 @@ def fill(
         )
         for row, mine, acts, base in zip(rows, own, acting, references, strict=True)
     ]
-    return filled, _gaps(rows, own, acting, bare)
+    stale = {index for index, episode in enumerate(episodes) if policy_version not in (None, episode.policy_version)}
+    metrics = _gaps(rows, own, acting, bare, stale)
+    return filled, metrics | _drift(filled, acting, stale, correction_cap)
 
 
 def _conditioned(
@@ -93,11 +100,26 @@ def _conditioned(
     return own, transfer(tipped, seen, rows, own), bare
 
 
-def _gaps(rows: Sequence[Row], own: Values, acting: Values, bare: Values) -> dict[str, float]:
-    """Engine against trainer where both have seen one prompt; tips against no tips."""
+def _drift(rows: Sequence[Row], acting: Values, stale: set[int], cap: float | None) -> dict[str, float]:
+    """How far the policy has moved from the weights that sampled the `stale` episodes, under the prompts they saw."""
+    moved = [(row, acts) for row, acts in zip(rows, acting, strict=True) if row.episode in stale]
+    if not moved:
+        return {}
+    gaps = np.concatenate([(row.behavior_logprobs - acts)[row.loss_mask] for row, acts in moved])
+    metrics = {"staleness/kl": float(gaps.mean()), "staleness/logprob_abs_diff": float(np.abs(gaps).mean())}
+    if cap is not None:
+        weights = np.concatenate(
+            [row.rollout_weight[row.loss_mask] for row, _ in moved if row.rollout_weight is not None]
+        )
+        metrics["staleness/capped"] = float((weights >= cap).mean())
+    return metrics
+
+
+def _gaps(rows: Sequence[Row], own: Values, acting: Values, bare: Values, stale: set[int]) -> dict[str, float]:
+    """Engine against trainer where both have seen one prompt under the same weights; tips against no tips."""
     same, off, on_memory = [], [], []
     for row, mine, acts, trunk in zip(rows, own, acting, bare, strict=True):
-        if row.mode != Mode.OFF_POLICY or acts is not mine:
+        if row.episode not in stale and (row.mode != Mode.OFF_POLICY or acts is not mine):
             same.append((row.behavior_logprobs - acts)[row.loss_mask])
         if row.mode == Mode.OFF_POLICY:
             off.append(((row.behavior_logprobs if acts is mine else acts) - mine)[row.loss_mask])

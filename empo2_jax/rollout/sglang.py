@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from statistics import fmean
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -104,6 +105,7 @@ class SglangEngine:
         self._canary_ids, self._tolerance = canary_ids, canary_tolerance
         self._publish, self._score, self._processes = publish, score, processes
         self._load_seconds = 0.0
+        self._calls: set[Future[Any]] = set()  # that threads wait for
         self._samples: list[dict[str, float]] = []  # scraped since the last `metrics`
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout servers", daemon=True)
@@ -121,9 +123,11 @@ class SglangEngine:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Close every connection and give the weights' folder free; the servers go on."""
+        """Close every connection and give the weights' folder free; the servers go on. Calls of other threads end."""
         if self._loop.is_closed():
             return
+        for call in list(self._calls):
+            call.cancel()
         self._publish.close()
         atexit.unregister(self.close)
         self._run(self._pool.close())
@@ -146,7 +150,8 @@ class SglangEngine:
 
     def release(self, session: str) -> None:
         """Forget which server holds a session; its cache goes when the server needs the room."""
-        self._loop.call_soon_threadsafe(self._pool.release, session)
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._pool.release, session)
 
     def load(self, params: Any, policy_version: int) -> None:
         """Publish parameters, bring them into every server, and believe it after the canary alone.
@@ -180,10 +185,12 @@ class SglangEngine:
     def _run(self, call: Coroutine[Any, Any, Result]) -> Result:
         """Wait for something that the loop does; every part of it has its own deadline."""
         future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        self._calls.add(future)
         try:
             return future.result()
         finally:
             future.cancel()  # Ctrl-C: the servers are told to abort
+            self._calls.discard(future)
 
     async def _complete(self, requests: Sequence[Request]) -> list[Completion | EngineError]:
         watch = asyncio.create_task(self._watch())

@@ -30,8 +30,8 @@ BOUNDARIES = (  # in the order of a run; the count is that of the process, which
     ("checkpoint:CheckpointStore:_publish", "before", 1),  # checkpoint 0 written, not yet there
     ("trainer:Trainer:save", "after", 1),
     ("rollout.jax_engine:JaxEngine:generate", "after", 3),  # in mid-rollout
-    ("trainer:Trainer:collect", "after", 1),
-    ("trainer:Trainer:reward_novelty", "after", 1),
+    ("experience:Experience:collect", "after", 1),
+    ("experience:Experience:reward_novelty", "after", 1),
     ("learner.step:Learner:update", "before", 1),
     ("trainer:Trainer:update", "after", 1),
     ("memory.tips:TipMemory:commit", "after", 1),

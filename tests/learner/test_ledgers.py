@@ -104,3 +104,26 @@ def test_gaps_keep_numerics_and_tips_apart():
     assert metrics["mismatch/logprob_abs_diff"] == pytest.approx(np.abs(same).mean())
     assert metrics["mismatch/logprob_abs_diff_max"] == pytest.approx(1.8)
     assert metrics["empo2/off/kl_tips_vs_bare"] == pytest.approx(plain.mean())
+
+
+@pytest.mark.parametrize("cap", [2.0, None])
+def test_older_weights_are_corrected_by_the_engine_s_log_probs_and_are_no_gap(cap: float | None):
+    behavior = np.array([-1.5, -3.0], np.float32)
+    fresh, old = (dataclasses.replace(make_episode([[5, 6]]), policy_version=version) for version in (4, 3))
+    (step,) = old.steps
+    old = dataclasses.replace(old, steps=(dataclasses.replace(step, behavior_logprobs=behavior),))
+    episodes = [fresh, old]
+    rows, metrics = fill(
+        build_rows(episodes, [1.0, 1.0]), episodes, score, denominator="student", correction_cap=cap, policy_version=4
+    )
+    # The trainer finds -1 for both tokens: the ratio of the update begins at 1, what came before is in the weight.
+    assert actions(rows[1], rows[1].denominator_logprobs) == [BARE, BARE]
+    assert metrics["staleness/kl"] == pytest.approx((-0.5 - 2.0) / 2)
+    assert metrics["staleness/logprob_abs_diff"] == pytest.approx((0.5 + 2.0) / 2)
+    assert metrics["mismatch/logprob_abs_diff"] == pytest.approx((0.9 + 0.89) / 2), "of the fresh episode alone"
+    if cap is None:
+        assert rows[1].rollout_weight is None and "staleness/capped" not in metrics
+    else:
+        assert rows[1].rollout_weight is not None
+        np.testing.assert_allclose(rows[1].rollout_weight[rows[1].loss_mask], [np.exp(0.5), 2.0], rtol=1e-6)
+        assert metrics["staleness/capped"] == 0.5

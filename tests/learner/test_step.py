@@ -263,7 +263,7 @@ for step, offload in enumerate((False, True)):
     check(state, offload)
     assert [leaf.sharding for leaf in jax.tree.leaves(state)] == before
     store = CheckpointStore(folder, 9)
-    store.save(step, state=state, memory_dump=lambda _: None, novelty_dump=lambda _: None, cursor={})
+    store.save(step, state=state, dumps={}, cursor={})
     learner, fresh = start(make_mesh(jax.devices(), 2, 1, 2), not offload)  # another mesh, moments elsewhere
     before = [leaf.sharding for leaf in jax.tree.leaves(fresh)]
     restored = type(fresh)(*store.restore(step, fresh)[0])

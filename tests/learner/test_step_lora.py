@@ -100,8 +100,7 @@ def test_a_saved_adapter_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> N
     learner, state, _, _ = start()
     store = CheckpointStore(tmp_path, keep=1)
     state, _ = learner.update(state, batches())
-    nothing = lambda folder: None  # noqa: E731
-    store.save(1, state=state, memory_dump=nothing, novelty_dump=nothing, cursor={"metrics_lines": 0, "base": "ab"})
+    store.save(1, state=state, dumps={}, cursor={"metrics_lines": 0, "base": "ab"})
     straight, _ = learner.update(state, batches())
     learner, fresh, _, _ = start()
     restored, folder, cursor = store.restore(1, fresh)

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -490,3 +490,16 @@ def test_of_two_processes_one_loads_and_nurses_and_both_sample(servers, tmp_path
     both(lambda engine: engine.load(8, 2))
     assert all(only(engine, f"new {id(engine)}").policy_version == 2 for engine in engines)
     both(lambda engine: engine.close())
+
+
+def test_closing_ends_what_another_thread_waits_for(engine, servers) -> None:
+    for server in servers:
+        server.faults["/generate"] = [hang(30.0)] * 9
+    with ThreadPoolExecutor(max_workers=1) as threads:
+        waiting = threads.submit(ask, engine, "a")
+        until(lambda: any(path == "/generate" for server in servers for path, _ in server.calls))
+        began = time.monotonic()
+        engine.close()
+        assert isinstance(waiting.exception(timeout=20), CancelledError)
+    assert time.monotonic() - began < 10
+    engine.release("a")  # as a collector does on its way out
