@@ -48,7 +48,7 @@ class Experience:
             EnvError: too many episodes failed.
             Stopped: the run is to end; nothing is changed then.
         """
-        clock, before = Stopwatch(), self._collector.memory_seconds
+        clock, before = Stopwatch(), dict(self._collector.seconds)
         groups = self.collect(iteration)
         refuse_many_failures([episode for group in groups for episode in group.episodes])
         clock.lap("rollout")
@@ -56,7 +56,8 @@ class Experience:
         clock.lap("novelty")
         self.commit(valid_episodes(groups), visits, iteration)
         clock.lap("memory")
-        clock.seconds["memory_in_rollout"] = self._collector.memory_seconds - before
+        for name, seconds in self._collector.seconds.items():
+            clock.seconds[f"{name}_in_rollout"] = seconds - before[name]
         metrics = {f"memory/{name}": float(value) for name, value in self._memory.metrics().items()}
         metrics |= {f"novelty/{name}": float(value) for name, value in self._novelty.metrics().items()}
         return Rollout(iteration, tuple(groups), metrics, clock.seconds)

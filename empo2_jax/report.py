@@ -71,10 +71,15 @@ CHARTS: tuple[tuple[str, str, str, str], ...] = (
     ("Memory and novelty", "Distinct states", r"novelty/(distinct_states)", "That the novelty store tells apart."),
     ("Cost", "Time by phase", r"timing_s/(.+)", "Seconds of an iteration."),
     ("Cost", "Tokens", r"total/(.*tokens)", "Since the start; prompt tokens without those from the cache."),
-    ("Cost", "Shares of the rollout", r"perf/(memory_share|overlap)", "Time spent on tips; time that updates ran too."),
+    (
+        "Cost",
+        "Shares of the rollout",
+        r"perf/(retrieval_share|memory_share|overlap)",
+        "Time to find tips; with writing them; time that updates ran too.",
+    ),
     ("Cost", "Throughput", r"perf/(.*tokens_per_s)", "Tokens per second."),
 )
-INNER_PHASES = ("memory_in_rollout", "wait")  # parts of other phases
+INNER_PHASES = ("retrieval_in_rollout", "tips_in_rollout", "wait")  # parts of other phases
 
 
 @dataclass(frozen=True)

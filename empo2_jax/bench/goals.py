@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from empo2_jax.bench.base import Result
 
-WALL_CLOCK = ("wall_ratio", "seconds")
+WALL_CLOCK = ("wall_ratio", "seconds", "blocked_seconds", "gb_per_second")
 # case → figure → {least: x} or {most: x}; with {accepted: y, adr: n} a miss up to y is explained by docs/adr/n
 Goals = Mapping[str, Mapping[str, Mapping[str, float]]]
 

@@ -25,7 +25,7 @@ from empo2_jax.bench import goals, table
 from empo2_jax.bench.base import Case, Measured, Peaks, Result, Sample, differences
 from empo2_jax.errors import ConfigError
 
-SUITES = ("train", "logp", "tree", "memory", "envs", "plan", "decode", "turns", "gap")
+SUITES = ("train", "logp", "tree", "memory", "envs", "plan", "decode", "turns", "gap", "publish")
 CORES = 2  # the goals were set on so many
 LIMIT_S = 1800.0  # for one answer of a child
 _PEAKS = Case("machine", "empo2_jax.bench.machine:peaks", timed=False)

@@ -31,6 +31,7 @@ _SMALL = Qwen2Config(
 )
 SHAPES = {
     "small": _SMALL,
+    "0.5B": QWEN2_5["0.5B"],
     "0.5B cut to 4 layers": replace(QWEN2_5["0.5B"], num_layers=4),
     "mini": replace(_SMALL, vocab_size=4_096, hidden_size=256, num_layers=3, num_heads=4, intermediate_size=704),
     "tiny": replace(

@@ -151,8 +151,9 @@ class Rollouts:
 def speeds(seconds: Mapping[str, float], waited: float, tokens: int) -> dict[str, float]:
     """Figures of one iteration that depend on the clock.
 
-    `perf/tokens_per_s` of the collection; `perf/memory_share`, of a rollout's time: retrieving, writing and committing
-    tips; `perf/overlap`, the share of that time in which the trainer did not wait (0 where nothing runs ahead).
+    `perf/tokens_per_s` of the collection; of the rollout's whole time `perf/retrieval_share` (embedding, finding and
+    committing tips), `perf/memory_share` (that, and the policy writing them), and `perf/overlap`, in which the trainer
+    did not wait (0 where nothing runs ahead).
 
     Args:
         seconds: Of the rollout, by phase.
@@ -160,9 +161,11 @@ def speeds(seconds: Mapping[str, float], waited: float, tokens: int) -> dict[str
         tokens: Sampled in it.
     """
     whole = sum(seconds[name] for name in ("rollout", "novelty", "memory"))
+    retrieval = seconds["retrieval_in_rollout"] + seconds["memory"]
     return {
         "perf/tokens_per_s": tokens / max(seconds["rollout"], 1e-9),
-        "perf/memory_share": (seconds["memory_in_rollout"] + seconds["memory"]) / max(whole, 1e-9),
+        "perf/retrieval_share": retrieval / max(whole, 1e-9),
+        "perf/memory_share": (retrieval + seconds["tips_in_rollout"]) / max(whole, 1e-9),
         "perf/overlap": min(max(1 - waited / max(whole, 1e-9), 0.0), 1.0),
     }
 

@@ -110,7 +110,7 @@ class Collector:
         self._engine, self._chat, self._family, self._rollout = engine, chat, family, rollout
         self._step_limit, self._memory, self._seed, self._banned = step_limit, memory, seed, banned_from
         self._threads = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="environment")
-        self.memory_seconds = 0.0  # wall time spent on retrieving and writing tips so far
+        self.seconds = {"retrieval": 0.0, "tips": 0.0}  # wall time of finding tips and of writing them, so far
 
     def close(self) -> None:
         """End the threads; environments belong to the family."""
@@ -156,14 +156,14 @@ class Collector:
             while active := [live for live in lives if live.stop is None]:
                 began = time.perf_counter()
                 self._retrieve(active, memory)
-                self.memory_seconds += time.perf_counter() - began
+                self.seconds["retrieval"] += time.perf_counter() - began
                 for live in active:
                     self._render(live)
                 self._act([live for live in active if live.stop is None], temperature)
             if writer is not None:
                 began = time.perf_counter()
                 writer.write(self._engine, [live for live in lives if live.stop and live.stop.valid and live.steps])
-                self.memory_seconds += time.perf_counter() - began
+                self.seconds["tips"] += time.perf_counter() - began
             return [live.episode(self._engine.policy_version) for live in lives]
         finally:
             for live in lives:

@@ -22,6 +22,7 @@ TINY = {
     "envs": {"problems": [("find-non-living-thing", 0)], "unit": "step"},
     "decode": {"shape": "tiny", "batch": 3, "prompt": 16, "count": 8},
     "turns": TURNS,
+    "publish": {"shape": "tiny"},
 }
 CASES = {case.name: case for case in runner.find_cases((), True) if case.peer and case.timed}
 

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from empo2_jax import experience
+from empo2_jax.assets import toy_start
 from empo2_jax.checkpoint import CheckpointStore
 from empo2_jax.cli import main
 from empo2_jax.errors import EnvError
 from empo2_jax.metrics import read_jsonl, read_metrics, untimed
 from tests.fixtures.processes import empo2, line_count, start, stop_when, train_arguments
+from tests.fixtures.servers import running_server
 
 pytestmark = pytest.mark.medium
 
@@ -103,6 +105,19 @@ def test_a_stop_ends_both_threads_in_one_line_and_the_run_goes_on(
         assert {episode["id"].partition("/")[0] for episode in episodes} == {f"i{index}"}
         (version,) = {step["policy_version"] for episode in episodes for step in episode["steps"]}
         assert index - version in (0, 1)
+
+
+@pytest.mark.slow
+def test_a_server_keeps_its_version_while_the_trainer_updates(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with running_server(toy_start(), "--slots", "16") as server:
+        remote = ("--rollout.engine", "sglang", "--rollout.servers", server.url)
+        assert main(arguments(run_dir, *remote)) == 0
+    for index, record in enumerate(read_metrics(run_dir)):
+        episodes = read_jsonl(run_dir / f"episodes/{index + 1}.jsonl")
+        assert {step["policy_version"] for episode in episodes for step in episode["steps"]} == {max(index - 1, 0)}
+        assert record["staleness/mean"] == float(index > 0)
+        assert record["engine/stale"] == 0 and record["engine/canary_abs_diff_max"] <= 1e-4
 
 
 def test_what_fails_in_the_collecting_thread_ends_the_run_in_one_line(
