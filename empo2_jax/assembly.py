@@ -191,8 +191,7 @@ def make_engine(config: Config, policy: Policy) -> Engine:
             f"rollout.max_length + memory.tip_max_tokens + {TIP_ROOM} = {length} exceeds the {limit} positions of "
             f"{config.model.path}"
         )
-    several = distributed.current().size > 1
-    if several and config.rollout.max_staleness:
+    if distributed.current().size > 1 and config.rollout.max_staleness:
         raise ConfigError(
             f"rollout.max_staleness = {config.rollout.max_staleness} with several processes: 0 is allowed"
         )

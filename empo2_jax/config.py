@@ -329,6 +329,10 @@ class Config(Section):
                 f"rollout.max_staleness = {self.rollout.max_staleness}: an engine in this process cannot sample while "
                 f'{math.prod(self.model.mesh)} devices update; 0, or rollout.engine = "sglang", is allowed'
             )
+        if self.rollout.max_staleness and self.rollout.release_memory:
+            raise ValueError(
+                "rollout.max_staleness > 0 with rollout.release_memory: servers sample during updates; one is allowed"
+            )
         name = self.algorithm.name
         if name != "empo2" and (self.algorithm.p_memory > 0 or self.intrinsic.kind != "none"):
             raise ValueError(f'algorithm.name = "{name}" needs algorithm.p_memory = 0 and intrinsic.kind = "none"')

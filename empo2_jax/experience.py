@@ -56,8 +56,8 @@ class Experience:
         clock.lap("novelty")
         self.commit(valid_episodes(groups), visits, iteration)
         clock.lap("memory")
-        for name, seconds in self._collector.seconds.items():
-            clock.seconds[f"{name}_in_rollout"] = seconds - before[name]
+        spent = {name: seconds - before[name] for name, seconds in self._collector.seconds.items()}
+        clock.seconds |= {"retrieval_in_rollout": spent["retrieval"], "memory_in_rollout": sum(spent.values())}
         metrics = {f"memory/{name}": float(value) for name, value in self._memory.metrics().items()}
         metrics |= {f"novelty/{name}": float(value) for name, value in self._novelty.metrics().items()}
         return Rollout(iteration, tuple(groups), metrics, clock.seconds)

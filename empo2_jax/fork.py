@@ -17,7 +17,8 @@ from empo2_jax.errors import CheckpointError, ConfigError, DataError
 from empo2_jax.metrics import EPISODES_FOLDER, EVALUATIONS_FILE, METRICS_FILE, write_atomically
 from empo2_jax.run_record import CONFIG_FILE, FORK_FILE, identity
 
-KEPT = ("model.path", "warmstart.", "lora.", "memory.embedder")  # what the state of the checkpoint is made for
+# What the state of a checkpoint is made for.
+KEPT = ("model.path", "warmstart.", "lora.", "memory.embedder", "rollout.max_staleness")
 _LINES = {METRICS_FILE: "metrics_lines", EVALUATIONS_FILE: "evaluation_lines"}  # of the cursor
 
 

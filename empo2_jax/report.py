@@ -79,7 +79,7 @@ CHARTS: tuple[tuple[str, str, str, str], ...] = (
     ),
     ("Cost", "Throughput", r"perf/(.*tokens_per_s)", "Tokens per second."),
 )
-INNER_PHASES = ("retrieval_in_rollout", "tips_in_rollout", "wait")  # parts of other phases
+INNER_PHASES = ("memory_in_rollout", "retrieval_in_rollout", "wait")  # parts of other phases
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,7 @@ def test_an_unknown_key_names_the_nearest(values: dict[str, Any], unknown: str, 
             {"model": {"mesh": [1, 1, 2]}, "rollout": {"max_staleness": 1}},
             r"max_staleness = 1: an engine in this process cannot sample while 2 devices update; 0, or .*sglang",
         ),
+        ({"rollout": {"max_staleness": 1, "release_memory": True}}, "servers sample during updates; one is allowed"),
         ({"model": {"mesh": [2, 2, 1]}}, r"data × fsdp = 4 shards; at least 18432 is allowed"),
     ],
 )

@@ -26,8 +26,7 @@ def source(tmp_path: Path) -> Path:
         store.save(
             step,
             state={"w": jnp.full(3, float(step))},
-            memory_dump=lambda place: (place / "tips.jsonl").write_text("tips") and None,
-            novelty_dump=lambda place: None,
+            dumps={"memory": lambda place: (place / "tips.jsonl").write_text("tips") and None},
             cursor={"iteration": step, "metrics_lines": step, "evaluation_lines": step},
         )
         (folder / "episodes").mkdir(exist_ok=True)

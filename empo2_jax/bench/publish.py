@@ -50,7 +50,7 @@ def _case(name: str, ours: str, peer: str, shape: str) -> Case:
 
 
 class _Published(NamedTuple):
-    """Seconds until the trainer could go on, seconds until all was there, bytes on the disk."""
+    """Seconds until the trainer could go on, seconds until all was there, bytes on the disk of one version."""
 
     blocked: float
     seconds: float
@@ -136,7 +136,7 @@ def _side(
         timed = written[2:]
         return {
             "blocked_seconds": statistics.median(one.blocked for one in timed),
-            "gb_per_second": statistics.median(one.size / one.seconds for one in timed) / 1e9,
+            "gb_per_second": 2 * SHAPES[shape].num_parameters / statistics.median(one.seconds for one in timed) / 1e9,
             "bytes": float(timed[-1].size),
         }
 

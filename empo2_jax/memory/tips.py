@@ -146,9 +146,9 @@ class TipMemory:
     def retrievals(self, counts: tuple[int, int, int]) -> None:
         self._statistics.update(zip(_RETRIEVALS, counts, strict=True))
 
-    def retrieve_many(self, requests: Sequence[tuple[str, str]]) -> list[list[Tip]]:
-        """`retrieve` for pairs (buffer, key text), embedding all texts in one call."""
-        vectors = self.embed([text for _, text in requests])
+    def retrieve_many(self, requests: Sequence[tuple[str, str]], others: Sequence[str] = ()) -> list[list[Tip]]:
+        """`retrieve` for pairs (buffer, key text), embedding all texts in one call; `others`, of keys to come, too."""
+        vectors = self.embed([*(text for _, text in requests), *others])[: len(requests)]
         return [self.retrieve(buffer, vector) for (buffer, _), vector in zip(requests, vectors, strict=True)]
 
     def entries(self, episodes: Sequence[Episode], scope: Scope, iteration: int) -> list[Tip]:

@@ -165,7 +165,7 @@ def speeds(seconds: Mapping[str, float], waited: float, tokens: int) -> dict[str
     return {
         "perf/tokens_per_s": tokens / max(seconds["rollout"], 1e-9),
         "perf/retrieval_share": retrieval / max(whole, 1e-9),
-        "perf/memory_share": (retrieval + seconds["tips_in_rollout"]) / max(whole, 1e-9),
+        "perf/memory_share": (seconds["memory_in_rollout"] + seconds["memory"]) / max(whole, 1e-9),
         "perf/overlap": min(max(1 - waited / max(whole, 1e-9), 0.0), 1.0),
     }
 

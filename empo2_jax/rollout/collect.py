@@ -43,8 +43,8 @@ class Assignment:
 class TipSource(Protocol):
     """Where tips come from; `memory.tips.TipMemory` is one."""
 
-    def retrieve_many(self, requests: Sequence[tuple[str, str]]) -> list[list[Tip]]:
-        """Tips for (buffer, key text) pairs, best first."""
+    def retrieve_many(self, requests: Sequence[tuple[str, str]], others: Sequence[str] = ()) -> list[list[Tip]]:
+        """Tips for (buffer, key text) pairs, best first; `others` are key texts that a commit will ask for."""
         ...
 
 
@@ -190,7 +190,8 @@ class Collector:
         if memory is None or not asking:
             return
         queries = [(buffer_key(live.assignment.task, self._memory.scope), live.key) for live in asking]
-        for live, tips in zip(asking, memory.retrieve_many(queries), strict=True):
+        others = [live.key for live in lives if live.assignment.mode == Mode.ON_POLICY]  # in the same batch of texts
+        for live, tips in zip(asking, memory.retrieve_many(queries, others), strict=True):
             live.tips = tips
 
     def _key(self, live: Live) -> str:

@@ -190,3 +190,12 @@ def test_unreadable_dumps_are_checkpoint_errors(tmp_path):
     (tmp_path / "tips.jsonl").write_text("")
     with pytest.raises(CheckpointError):
         memory().load(tmp_path)
+
+
+def test_keys_to_come_are_embedded_in_the_same_call():
+    embedder = CountingEmbedder()
+    tips = TipMemory(embedder, ExactIndex)
+    assert tips.retrieve_many([("x", "lamp")], ["stove", "lamp"]) == [[]]
+    tips.embed(["stove", "lamp"])
+    assert embedder.calls == [["lamp", "stove"]]
+    assert tips.metrics()["queries"] == 1

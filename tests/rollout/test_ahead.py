@@ -181,7 +181,7 @@ def test_a_checkpoint_s_rollouts_come_first_and_are_not_collected_again(worlds):
 
 
 def test_speeds_are_shares_of_the_rollout():
-    seconds = {"rollout": 8.0, "novelty": 1.0, "memory": 1.0, "retrieval_in_rollout": 0.5, "tips_in_rollout": 2.0}
+    seconds = {"rollout": 8.0, "novelty": 1.0, "memory": 1.0, "retrieval_in_rollout": 0.5, "memory_in_rollout": 2.5}
     assert ahead.speeds(seconds, waited=2.5, tokens=400) == pytest.approx(
         {"perf/tokens_per_s": 50.0, "perf/retrieval_share": 0.15, "perf/memory_share": 0.35, "perf/overlap": 0.75}
     )

@@ -8,6 +8,7 @@ import pytest
 
 from empo2_jax.envs import toy
 from empo2_jax.errors import EngineError
+from empo2_jax.memory.hashing_embedder import HashingEmbedder
 from empo2_jax.randomness import words
 from empo2_jax.rollout.collect import Assignment
 from empo2_jax.rollout.reflect import ScriptedTipWriter
@@ -319,3 +320,20 @@ def test_toy_episode_with_a_tip_is_solved_in_two_steps():
 
 def family_assignments(family: toy.ToyFamily) -> list[Assignment]:
     return [Assignment("a", family.tasks("train")[0], Mode.ON_POLICY_WITH_MEMORY)]
+
+
+def test_the_keys_of_a_round_are_embedded_together_and_nothing_is_left_for_the_commit(monkeypatch: pytest.MonkeyPatch):
+    calls: list[list[str]] = []
+    embed = HashingEmbedder.embed
+    monkeypatch.setattr(
+        HashingEmbedder, "embed", lambda self, texts: (calls.append(list(texts)), embed(self, texts))[1]
+    )
+    family, memory = toy.family(variations=3), empty_memory()
+    modes = (Mode.ON_POLICY, Mode.OFF_POLICY, Mode.ON_POLICY)
+    tasks = family.tasks("train")
+    assignments = [Assignment(f"e{number}", tasks[number], mode) for number, mode in enumerate(modes)]
+    looked = spoken(word_chat(), lambda request: f"look in the {toy.PLACES[int(request.key[0]) % 16]}")
+    episodes = run(family, assignments, memory=memory, script=looked, step_limit=3)
+    keys = {step.memory_key for episode in episodes for step in episode.steps}
+    assert len(keys) > 3 and {text for call in calls for text in call} == keys
+    assert 1 <= len(calls) <= 3, "one call a round"
