@@ -60,6 +60,11 @@ def warn(metrics: Mapping[str, float], learning_rate: float, max_gap: float, voc
             metrics["memory/tips_missing"],
             _GUIDE,
         )
+    if metrics.get("actor/rows_too_long", 0.0) > 0:
+        _log.warning(
+            "%d rows are longer than the largest of update.buckets: not trained on, while their returns count",
+            metrics["actor/rows_too_long"],
+        )
     if metrics.get("mismatch/logprob_abs_diff_max", 0.0) > max_gap:
         _log.warning(
             "engine and trainer log-probs differ by %.1e nats, more than %.0e; %sengine-and-trainer-disagree",

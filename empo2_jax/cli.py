@@ -6,7 +6,6 @@ A mistake of the user is one line on standard error and exit code 2; Ctrl-C is o
 import argparse
 import difflib
 import logging
-import math
 import os
 import shlex
 import signal
@@ -25,6 +24,7 @@ from empo2_jax.assets import cache_folder
 from empo2_jax.config_file import dump_toml, load_config
 from empo2_jax.config_options import config_of, config_options
 from empo2_jax.errors import ConfigError, Empo2Error, GangError
+from empo2_jax.hardware import HARDWARE
 from empo2_jax.interrupts import Stopped, uninterrupted
 from empo2_jax.rollout import serve_options
 
@@ -107,10 +107,12 @@ def build_parser() -> Parser:
     planner = _command(commands, "plan", _plan, "whether a run fits a machine and what an update costs, without it")
     config_options(planner, "?")
     planner.add_argument("--hardware", default="", metavar="NAME", help="accelerator, for example a100-40")
-    planner.add_argument("--devices", type=int, metavar="N", help="how many (default: those of model.mesh)")
+    planner.add_argument("--devices", type=int, metavar="N", help="how many (default: model.mesh's, or the preset's)")
+    planner.add_argument("--processes", type=int, default=1, metavar="N", help="that share the devices (default: 1)")
     planner.add_argument("--share", type=float, default=0.4, metavar="X", help="of the peak, reached (default: 0.4)")
     planner.add_argument("--formula", action="store_true", help="temporaries by a formula, without the compiler")
     planner.add_argument("--table", action="store_true", help="print docs/plan.md: every size on every accelerator")
+    planner.add_argument("--presets", action="store_true", help="print the meshes of that table, searched anew")
 
     warmstart = _command(commands, "warmstart", _warmstart, "supervised start on transcripts of training variations")
     config_options(warmstart)
@@ -195,18 +197,20 @@ def _unknown_option(option: str, parser: Parser) -> str:
 
 def _train(options: argparse.Namespace) -> int:
     config = config_of(options)
+    with uninterrupted():
+        from empo2_jax import distributed
+    member = distributed.membership(os.environ, options.coordinator, options.num_processes, options.process_id)
     if options.dry_run:
         with uninterrupted():
-            from empo2_jax import fork
-            from empo2_jax.dry_run import lines
+            from empo2_jax import dry_run, fork
         source = fork.parse_source(options.source) if options.source else None
         changed = fork.check_fork(*source, config)["changed"] if source else {}
-        print("\n".join([dump_toml(config), *lines(config)]))
+        dry_run.refuse(config, member.processes if member else 1)
+        print("\n".join([dump_toml(config), *dry_run.lines(config)]))
         print("".join(f"changed by the fork: {key} {old} → {new}\n" for key, (old, new) in changed.items()), end="")
         return 0
     with uninterrupted():
-        from empo2_jax import baselines, distributed, fork, trainer
-    member = distributed.membership(os.environ, options.coordinator, options.num_processes, options.process_id)
+        from empo2_jax import baselines, fork, trainer
     distributed.initialize(member, limit_s=options.start_timeout)
     if options.source:
         source = fork.parse_source(options.source)
@@ -219,18 +223,19 @@ def _train(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     with uninterrupted():
-        from empo2_jax import plan_text, planning
-    if options.table:
-        print(plan_text.table())
+        from empo2_jax import plan_compile, plan_text, planning
+    if options.table or options.presets:
+        print(plan_text.table() if options.table else "\n".join(plan_text.preset_lines()))
         return 0
     if options.config is None:
         raise ConfigError("plan needs CONFIG (or --table)")
+    if not options.hardware:
+        raise ConfigError(f"plan needs --hardware NAME; allowed: {', '.join(HARDWARE)}")
     config = config_of(options)
-    devices = options.devices if options.devices is not None else math.prod(config.model.mesh)
-    plan = planning.make_plan(config, options.hardware, devices, options.share)
+    plan = planning.make_plan(config, options.hardware, options.devices, options.share, options.processes)
     if not options.formula:
-        planning.virtual_devices(plan.devices)
-        plan = planning.compiled(plan, config)
+        plan_compile.virtual_devices(plan.devices)
+        plan = plan_compile.compiled(plan, config)
     print("\n".join(plan_text.lines(plan, config)))
     return 0 if plan.fits else 1
 

@@ -48,7 +48,8 @@ class ModelConfig(Section):
         "smollm2-135m-instruct",
         description="Hugging Face folder, hub id, `smollm2-135m-instruct` (installable) or `toy` (shipped start)",
     )
-    compute_dtype: Literal["float32", "bfloat16"] = Field("float32", description="activations; master weights are f32")
+    compute_dtype: Literal["float32", "bfloat16"] = Field("float32", description="activations")
+    master_dtype: Literal["float32"] = Field("float32", description="weights that are trained; bfloat16 loses updates")
     attention: Literal["auto", "xla", "cudnn", "splash"] = Field(
         "auto", description="kernel of the training pass; auto: cudnn (NVIDIA, bfloat16), splash (TPU), else xla"
     )
@@ -58,6 +59,16 @@ class ModelConfig(Section):
     mesh: tuple[Positive, Positive, Positive] = Field(
         (1, 1, 1), strict=False, description="devices along the axes data, fsdp, tensor"
     )
+
+    @field_validator("master_dtype", mode="before")
+    @classmethod
+    def _no_lost_updates(cls, value: Any) -> Any:
+        if value == "bfloat16":
+            raise ValueError(
+                "steps of a learning rate like 1e-6 are below the resolution of bfloat16, so that 99 % of the weights "
+                "would never move; float32 is allowed (model.compute_dtype may be bfloat16)"
+            )
+        return value
 
 
 class EnvConfig(Section):
@@ -297,25 +308,20 @@ class Config(Section):
     def _check(self) -> "Config":
         if self.rollout.top_p < 1:
             raise ValueError("rollout.top_p < 1: training needs top_p = 1 (log-probs are over the full vocabulary)")
-        if self.rollout.max_length > self.update.buckets[-1]:
-            raise ValueError(
-                f"rollout.max_length = {self.rollout.max_length} exceeds the largest bucket {self.update.buckets[-1]}"
-            )
+        row, tokens = self.update.buckets[-1], self.update.micro_batch_tokens
+        if self.rollout.max_length > row:
+            raise ValueError(f"rollout.max_length = {self.rollout.max_length} exceeds the largest bucket {row}")
         shards = self.model.mesh[0] * self.model.mesh[1]
-        if self.update.micro_batch_tokens < shards * self.update.buckets[-1]:
+        if tokens < shards * row:
             raise ValueError(
-                f"update.micro_batch_tokens = {self.update.micro_batch_tokens} has no row of the largest bucket for "
-                f"each of data × fsdp = {shards} shards; at least {shards * self.update.buckets[-1]} is allowed"
+                f"update.micro_batch_tokens = {tokens} has no row of the largest bucket for each of data × fsdp = "
+                f"{shards} shards; at least {shards * row} is allowed"
             )
-        tokens = 2 * shards * self.update.buckets[-1]
-        if (
-            self.memory.placement == "latest"
-            and self.algorithm.p_memory > 0
-            and self.update.micro_batch_tokens < tokens
-        ):
+        branches = self.memory.placement == "latest" and self.algorithm.p_memory > 0
+        if branches and tokens < 2 * shards * row:
             raise ValueError(
-                f'memory.placement = "latest": update.micro_batch_tokens = {self.update.micro_batch_tokens} has no '
-                f"room for branches beside a row of the largest bucket; at least {tokens} is allowed"
+                f'memory.placement = "latest": update.micro_batch_tokens = {tokens} has no room for branches beside a '
+                f"row of the largest bucket; at least {2 * shards * row} is allowed"
             )
         urls = (*self.rollout.servers, self.rollout.router, self.run.mirror)
         if any("@" in url.partition("://")[2].partition("/")[0] for url in urls):

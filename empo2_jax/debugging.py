@@ -3,15 +3,17 @@
 Equal bits need the machine, the versions and the mesh of the run. Nothing of the run is changed.
 """
 
+import math
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from empo2_jax import assembly
-from empo2_jax.checkpoint import CheckpointStore, state_hash
-from empo2_jax.errors import CheckpointError
+from empo2_jax.checkpoint import CheckpointStore, check_same_base, state_hash
+from empo2_jax.errors import CheckpointError, ConfigError
 from empo2_jax.learner.step import LearnerState
 from empo2_jax.recorded_updates import read_updates
 from empo2_jax.trained import run_config
@@ -51,9 +53,16 @@ def rerun(run_dir: Path, iteration: int) -> Generator[Rerun, None, bool | None]:
 
     Raises:
         DataError: the run did not keep these updates.
-        CheckpointError: the checkpoint before the iteration is gone.
+        CheckpointError: the checkpoint before the iteration is gone, or its adapter belongs to other weights.
+        ConfigError: the run had more devices than are here.
     """
     config, updates = run_config(run_dir), read_updates(run_dir, iteration)
+    if (devices := math.prod(config.model.mesh)) > jax.device_count():
+        raise ConfigError(
+            f"{run_dir}: its updates were made on {devices} devices (model.mesh = {list(config.model.mesh)}), here are "
+            f"{jax.device_count()}; equal bits need the same mesh, so a machine with {devices} is needed (on CPUs "
+            f"JAX_NUM_CPU_DEVICES={devices})"
+        )
     store = CheckpointStore(run_dir, config.checkpoint.keep)
     steps = store.steps()
     if iteration - 1 not in steps:
@@ -65,7 +74,8 @@ def rerun(run_dir: Path, iteration: int) -> Generator[Rerun, None, bool | None]:
     policy = assembly.load_policy(config.model, start)
     parts = assembly.learner_parts(config, policy)
     learner = assembly.make_learner(config, policy, parts)
-    restored, _, _ = store.restore(iteration - 1, learner.init(parts.trainable))
+    restored, _, cursor = store.restore(iteration - 1, learner.init(parts.trainable))
+    check_same_base(run_dir, cursor, parts.base, policy.folder)
     state = LearnerState(*restored)
     for update in updates:
         state, sums = learner.update(state, update.batches)

@@ -1,8 +1,67 @@
-"""What a run would do, in a few lines, without running it. Memory and time are `planning`'s."""
+"""What a run would do, in a few lines, without running it. Memory and time are `planning`'s.
 
-from empo2_jax import assembly
+What the run would refuse is refused here, by the same functions: the policy's files, the mesh, the engine's room, the
+list of servers, the tasks. Nothing is downloaded and no weight is read; a model of the hub is known by its name alone.
+"""
+
+import math
+from pathlib import Path
+
+import jax
+
+from empo2_jax import assembly, assets
 from empo2_jax.config import Config
 from empo2_jax.envs.problems import panel_tasks, shortfall
+from empo2_jax.errors import ConfigError
+from empo2_jax.models.hf_weights import check_tensors
+from empo2_jax.models.qwen2_config import Qwen2Config
+from empo2_jax.models.qwen2_sizes import QWEN2_5, size_in
+from empo2_jax.models.sharding import check_divides, make_mesh
+from empo2_jax.models.tokenizer import Tokenizer
+from empo2_jax.ops.attention_kernels import platform_of, resolve
+from empo2_jax.remote_engine import server_urls
+
+
+def refuse(config: Config, processes: int = 1) -> None:
+    """Raise what the run would before its first episode: an `Empo2Error`.
+
+    Args:
+        config: The experiment.
+        processes: Of the run; each is taken to have as many devices as this one. 0: not known.
+    """
+    mesh = config.model.mesh
+    if processes == 1:
+        make_mesh(jax.devices(), *mesh)
+    elif processes and math.prod(mesh) != (count := jax.local_device_count() * processes):
+        raise ConfigError(
+            f"model.mesh = {list(mesh)} has {math.prod(mesh)} devices; {processes} processes of "
+            f"{jax.local_device_count()} devices have {count}, and all must take part"
+        )
+    if config.rollout.engine == "sglang":
+        server_urls(config.rollout.servers)
+    if (shape := _shape(config)) is None:
+        return
+    check_divides(shape, *mesh[1:])
+    assembly.check_engine(config, shape, processes)
+    resolve(config.model.attention, platform_of(jax.devices()[0]), config.model.compute_dtype, shape.head_dim)
+
+
+def _shape(config: Config) -> Qwen2Config | None:
+    """Of the policy whose files are here, after a look at them, or of a known name; None: only loading will tell."""
+    path = config.model.path
+    started = config.warmstart.updates > 0 and (config.run_dir / "start").is_dir()
+    if config.warmstart.init == "random" and not started:
+        return None
+    if not started and (size := size_in(path)) and assembly.is_hub_id(path):
+        return QWEN2_5[size]
+    if not started and (
+        assembly.is_hub_id(path) or (path == "smollm2-135m-instruct" and not assets.smollm2_folder().exists())
+    ):
+        return None
+    folder: Path = config.run_dir / "start" if started else assembly.model_folder(path)
+    shape = check_tensors(folder)
+    Tokenizer.load(folder).check_fits(shape.vocab_size, folder)
+    return shape
 
 
 def lines(config: Config) -> list[str]:

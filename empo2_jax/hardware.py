@@ -20,6 +20,7 @@ class Hardware:
     bandwidth: float  # of the memory, bytes per second
     link: float  # to its neighbors, bytes per second in one direction
     island: int  # chips joined by that link
+    host: int  # chips of one machine, which one process can have
     source: str  # where the figures stand
 
     @property
@@ -39,13 +40,13 @@ _TPU = "https://docs.cloud.google.com/tpu/docs"
 HARDWARE: dict[str, Hardware] = {
     chip.name: chip
     for chip in (
-        Hardware("a100-40", 40e9, 312e12, 1.555e12, 300e9, 8, _A100),
-        Hardware("a100-80", 80e9, 312e12, 2.039e12, 300e9, 8, _A100),
-        Hardware("h100", 80e9, 989e12, 3.35e12, 450e9, 8, _H100),
-        Hardware("h200", 141e9, 989e12, 4.8e12, 450e9, 8, _H200),
-        Hardware("v5e", 16e9, 197e12, 0.819e12, 200e9, 256, f"{_TPU}/v5e"),
-        Hardware("v5p", 95e9, 459e12, 2.765e12, 600e9, 6144, f"{_TPU}/v5p"),
-        Hardware("v6e", 32e9, 918e12, 1.638e12, 400e9, 256, f"{_TPU}/v6e"),
+        Hardware("a100-40", 40e9, 312e12, 1.555e12, 300e9, 8, 8, _A100),
+        Hardware("a100-80", 80e9, 312e12, 2.039e12, 300e9, 8, 8, _A100),
+        Hardware("h100", 80e9, 989e12, 3.35e12, 450e9, 8, 8, _H100),
+        Hardware("h200", 141e9, 989e12, 4.8e12, 450e9, 8, 8, _H200),
+        Hardware("v5e", 16e9, 197e12, 0.819e12, 200e9, 256, 8, f"{_TPU}/v5e"),
+        Hardware("v5p", 95e9, 459e12, 2.765e12, 600e9, 6144, 4, f"{_TPU}/v5p"),
+        Hardware("v6e", 32e9, 918e12, 1.638e12, 400e9, 256, 8, f"{_TPU}/v6e"),
     )
 }
 

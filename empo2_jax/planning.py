@@ -1,80 +1,76 @@
 """`empo2 plan`: whether a run fits and what an update costs, before any accelerator or weight is at hand.
 
-Weights, moments, gradients and batch are exact: they come from the abstract model and the table of
-`models/sharding.py`. Temporaries are the compiler's: the learner's own program is lowered and compiled for virtual CPU
-devices, with abstract arrays. Where that takes too long (the search for a mesh, the table) a formula is used that was
-fitted to bound the compiler's figures. Both are upper estimates, since that compiler widens bf16. FLOPs, traffic and
-times are arithmetic; this is not a profiler, and rollouts are not timed.
+Weights, moments, gradients, batch and cache are exact: they come from the abstract model and the table of
+`models/sharding.py`. Temporaries are the compiler's (`plan_compile.py`), or a formula's where that takes too long (the
+search for a mesh, the table); both are upper estimates. FLOPs, traffic and times are arithmetic (`plan_costs.py`); this
+is not a profiler.
 """
 
 import math
+import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jax.sharding import AbstractMesh, NamedSharding
 
-from empo2_jax.assembly import TIP_ROOM
-from empo2_jax.config import Config, LoraConfig
+from empo2_jax.assembly import session_length
+from empo2_jax.config import Config
+from empo2_jax.data.packing import branch_room
 from empo2_jax.errors import ConfigError
 from empo2_jax.hardware import Hardware, find_hardware
-from empo2_jax.learner.optim import policy_optimizer
-from empo2_jax.learner.step import Learner
 from empo2_jax.models.hf_folder import read_json
-from empo2_jax.models.lora import adapt, split
-from empo2_jax.models.qwen2 import Qwen2
 from empo2_jax.models.qwen2_config import Qwen2Config
 from empo2_jax.models.qwen2_sizes import QWEN2_5, size_in
-from empo2_jax.models.sharding import MESH_AXES, check_divides, make_mesh, shardings, spec
-from empo2_jax.ops.attention import QUERY_CHUNK
-from empo2_jax.ops.logprobs import CHUNK
-from empo2_jax.ops.losses import policy_loss
+from empo2_jax.models.sharding import check_divides
+from empo2_jax.plan_costs import Mesh3, forward_flops, temporary_bytes, traffic, weight_bytes
 from empo2_jax.types import TrainBatch
 
 GIB = 2**30
-ALL_WEIGHTS = LoraConfig()
 SHARE = 0.4  # of the bf16 peak, recomputation not counted: what a well-tuned update reaches
 MOST_DEVICES = 1024  # tried when looking for a number that fits
-COPIES = 2  # of the f32 weights beside the learner's: the engine's and the start's; the start of adapters is their base
-_COMPILED_LAYERS = 3
+UNSET: Mesh3 = (1, 1, 1)  # a mesh that leaves the choice to the plan
+ENTRY_TOKENS = 16  # of a tip's entry in the block, beyond the tip and its action
 _DTYPES = {"token_ids": "i4", "segment_ids": "i4", "positions": "i4", "loss_mask": "?", "mode": "i1"}  # others: f4
-_FIELDS = {name: np.dtype(_DTYPES.get(name, "f4")) for name in TrainBatch._fields if name != "branches"}
-Mesh3 = tuple[int, int, int]
+BATCH_FIELDS = {name: np.dtype(_DTYPES.get(name, "f4")) for name in TrainBatch._fields if name != "branches"}
+_PRESETS = Path(__file__).with_name("sharding_presets.toml")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One run on one mesh; memory in bytes per device, work per iteration of the whole machine."""
+    """One run on one mesh; memory in bytes on the fullest device, work per iteration of the whole machine."""
 
     name: str
     shape: Qwen2Config
     chip: Hardware
     mesh: Mesh3
-    rows: int  # of a micro-batch
-    length: int  # tokens of a row
-    actions: int  # tokens of a shard that go to the head
+    processes: int
+    rows: int  # of the largest micro-batch
+    length: int  # tokens of a row, those of branches apart
+    branches: int  # tokens of branches beside a row
+    actions: int  # tokens of a shard that go to the head, at most
     weights: int
     trained: int  # part of them that has gradients and moments
     moments: int
-    copies: int  # of all weights
+    reference: int  # weights at the start of RL, for the KL
+    engine: int  # the engine's weights while updates run
+    loading: int  # more while the engine takes new ones
     batch: int
     temporaries: int
     compiled: bool  # temporaries are the compiler's, not the formula's
     offload: bool
-    kv_token: float  # bytes of one cached token
-    kv_tokens: int  # that the configured slots hold
+    published: int  # bytes of one version for servers; 0: the engine is in the process
+    kv: int  # cache of the configured slots
+    kv_tokens: int  # that it holds, on all devices
     episodes: int
+    splits: int  # rows that an episode with tips takes, each with its branches; 0 without branches
     updates: int  # optimizer steps
     micro_batches: int  # of one optimizer step
     model_flops: float  # ledger and updates, useful tokens only, no recomputation
     padded_flops: float  # the same with padding
     traffic: dict[str, float]  # bytes that one device sends for one micro-batch, by what and why
+    token_steps: int  # of sampling: tokens one after another, each for all slots
     share: float
 
     @property
@@ -83,28 +79,50 @@ class Plan:
         return math.prod(self.mesh)
 
     @property
+    def held(self) -> int:
+        """On the device between rollout and update."""
+        return self.weights + self.reference + self.engine + (0 if self.offload else self.moments)
+
+    @property
     def peak(self) -> int:
-        """Most memory at once, without the cache: while a gradient is added or applied, or the engine is loaded."""
-        resident = (1 + self.copies) * self.weights + self.trained  # weights, copies, gradients
-        adding = self.batch + self.temporaries + (0 if self.offload else self.moments)
-        loading = self.weights - self.trained
-        return resident + max(adding, self.moments + self.trained * 3 // 2, self.moments + loading)
+        """Most memory at once, without the cache: a gradient is added or applied, or the engine takes new weights."""
+        brought = self.moments if self.offload else 0
+        return self.held + max(
+            self.trained + self.batch + self.temporaries,
+            self.trained + self.trained * 3 // 2 + brought,
+            self.loading,
+        )
 
     @property
     def kv_room(self) -> int:
-        """Left for the cache of an engine in the same process."""
-        return int(self.chip.memory) - self.peak
+        """Left for the cache of an engine in the same process, which sampling needs twice (what it reads is a copy)."""
+        memory = int(self.chip.memory)
+        return min(memory - self.peak, (memory - self.held) // 2)
 
     @property
     def fits(self) -> bool:
         """Whether the update and the cache of the configured slots fit."""
-        return self.kv_tokens * self.kv_token <= self.kv_room
+        return self.kv <= self.kv_room
 
     @property
     def seconds(self) -> float:
         """Ledger and updates of one iteration, traffic not hidden behind the computation."""
         compute = self.padded_flops / (self.share * self.chip.flops * self.devices)
         return compute + self.updates * self.micro_batches * sum(self.traffic.values()) / self.chip.link
+
+    @property
+    def iteration(self) -> float:
+        """Seconds that meshes are compared by: update and sampling; worlds and prompts cost the same on all."""
+        return self.seconds + self.sampling
+
+    @property
+    def sampling(self) -> float:
+        """Least seconds of decoding: of every token the weights are gathered and read, and half of the cache."""
+        if self.published:
+            return 0.0
+        fsdp = 1 if self.processes > 1 else self.mesh[1]
+        read = self.engine * fsdp + self.kv / 2
+        return self.token_steps * (read / self.chip.bandwidth + self.engine * (fsdp - 1) / self.chip.link)
 
 
 def shape_of(path: str) -> tuple[str, Qwen2Config]:
@@ -124,149 +142,121 @@ def shape_of(path: str) -> tuple[str, Qwen2Config]:
     return f"Qwen2.5-{size}", QWEN2_5[size]
 
 
-@cache
-def _abstract(
-    shape: Qwen2Config, dtype: str = "float32", lora: LoraConfig = ALL_WEIGHTS
-) -> tuple[nnx.GraphDef, Any, Any]:
-    """Structure, trained and frozen parameters."""
-    return split(nnx.eval_shape(lambda: adapt(Qwen2(shape, rngs=nnx.Rngs(0), dtype=jnp.dtype(dtype)), lora, 0)))
+@dataclass(frozen=True)
+class _Work:
+    """Rows of an iteration's episodes: plain ones, and with branches where tips stand in the newest turn alone."""
+
+    tipped: float  # share of the episodes that are trained with branches
+    plain_passes: float  # of the ledgers, in passes over all episodes
+    tipped_passes: float
+    room: int  # tokens of branches beside a row
+    side: int  # tokens of all branches of an episode
+    splits: int  # rows of such an episode
 
 
-@cache
-def weight_bytes(shape: Qwen2Config, fsdp: int, tensor: int, lora: LoraConfig = ALL_WEIGHTS) -> int:
-    """Bytes on one device of the f32 parameters that are trained, exact: of all of them, or of the adapters.
+def _work(config: Config, length: int, shards: int) -> _Work:
+    algorithm, rollout, memory = config.algorithm, config.rollout, config.memory
+    acting = algorithm.off_policy_denominator == "behavior" or algorithm.rollout_correction == "on"
+    acting |= algorithm.rollout_correction == "auto" and (rollout.engine != "jax" or rollout.max_staleness > 0)
+    seen = algorithm.p_memory * algorithm.q_off_policy * acting
+    anchored = float(algorithm.kl_coefficient > 0)
+    if memory.placement == "history" or algorithm.p_memory == 0:
+        return _Work(0.0, 1 + anchored + seen, 0.0, 0, 0, 0)
+    tipped = algorithm.p_memory * (1 - algorithm.q_off_policy)
+    steps = config.env.step_limit
+    block = memory.top_k * (memory.tip_max_tokens + rollout.max_action_tokens + ENTRY_TOKENS)
+    # The prompt with tips ends at max_length too, and the trunk grows towards it.
+    blocks = [min(block, rollout.max_length * (steps - step) // steps) for step in range(steps)]
+    room = branch_room((length,), config.update.micro_batch_tokens, shards)
+    side = sum(blocks) + steps * rollout.max_action_tokens
+    splits = math.ceil(steps / max(1, room * steps // side))
+    plain = (1 - tipped - seen) + anchored * (1 - tipped)
+    return _Work(tipped, plain, tipped + seen + anchored * tipped, room, side, splits)
 
-    Raises:
-        ConfigError: the mesh does not divide the model.
-    """
-    check_divides(shape, fsdp, tensor)
-    mesh = AbstractMesh((1, fsdp, tensor), MESH_AXES)
 
-    def of_layers(count: int) -> int:
-        params = _abstract(replace(shape, num_layers=count), lora=lora)[1]
-        pairs = zip(jax.tree.leaves(params), jax.tree.leaves(shardings(params, mesh)), strict=True)
-        return sum(math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf, place in pairs)
-
-    one, two = of_layers(1), of_layers(2)  # all layers are alike, and 80 of them take seconds to make
-    return one + (shape.num_layers - 1) * (two - one)
+def _whole(count: float | int, part: int) -> int:
+    return math.ceil(count / part) * part
 
 
-def temporary_bytes(
+def plan_on(
+    config: Config,
+    name: str,
     shape: Qwen2Config,
+    chip: Hardware,
     mesh: Mesh3,
-    rows: int,
-    length: int,
-    remat: str = "full",
-    lora: LoraConfig = ALL_WEIGHTS,
-) -> int:
-    """Upper estimate of what adding one gradient needs on one device beyond its arguments and its result.
-
-    All in f32, which the CPU compiler widens to: the layers' weights stacked, the gradients of those that are trained,
-    what is kept of each layer, the larger of one layer's and the head's working set, and the vocabulary's two ends.
-    """
-    data, fsdp, tensor = mesh
-    tokens, shards = rows // (data * fsdp) * length, fsdp * tensor
-    d, heads, mlp = shape.hidden_size, shape.num_heads * shape.head_dim / tensor, shape.intermediate_size / tensor
-    layer = _layer_matrices(shape)
-    vocab = shape.vocab_size / shards
-    dots = 2 * heads + 2 * mlp + 3 * d  # outputs of the linear layers, per token
-    kept = {"full": d, "dots": d + dots, "none": 3 * d + 2 * dots}[remat] * tokens * shape.num_layers
-    scores = 14 * rows // (data * fsdp) * min(QUERY_CHUNK, length) * heads / shape.head_dim * length
-    working = 2 * layer / tensor + tokens * (4 * mlp + 4 * heads + (6 if tensor == 1 else 28) * d) + scores
-    head = 3 * min(CHUNK, tokens * fsdp) * vocab + 3 * tokens * d
-    ends = (
-        1 if lora.enabled else 3
-    ) * vocab * d + tokens * fsdp * d  # the vocabulary's gradients, and what is exchanged
-    stacked = layer / shards * shape.num_layers
-    gradients = weight_bytes(shape, fsdp, tensor, lora) / 2 if lora.enabled else stacked  # and the adapters stacked
-    return int(4 * (stacked + gradients + kept + max(working, head) + ends))
-
-
-def _layer_matrices(shape: Qwen2Config) -> int:
-    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    return shape.hidden_size * (2 * q + 2 * kv + 3 * shape.intermediate_size)
-
-
-def forward_flops(shape: Qwen2Config, tokens: int, context: int, actions: int) -> int:
-    """Of one forward pass: matrices, causal attention in rows of `context` tokens, the head on action tokens only."""
-    attention = 2 * context * shape.num_heads * shape.head_dim
-    layers = shape.num_layers * (2 * _layer_matrices(shape) + attention)
-    return tokens * layers + 2 * actions * shape.vocab_size * shape.hidden_size
-
-
-def _traffic(
-    shape: Qwen2Config, mesh: Mesh3, tokens: int, actions: int, width: int, remat: str, adapter: int
-) -> dict[str, float]:
-    """Bytes one device sends for a micro-batch of `tokens` per shard: ring algorithms, `width` bytes per activation.
-
-    Gradients are those of an adapter of so many bytes on a device, or of all weights if it is 0.
-    """
-    _, fsdp, tensor = mesh
-    passes = 1 if remat == "none" else 2  # a recomputed layer gathers and reduces again
-    matrices = shape.num_layers * _layer_matrices(shape) / tensor
-    ring = {name: (size - 1) / size for name, size in zip(MESH_AXES, mesh, strict=True)}
-    sums = 2 * (passes + 1) * shape.num_layers * tokens * shape.hidden_size * width
-    ends = 2 * (tokens + actions) * fsdp * shape.hidden_size * width
-    found = {
-        "all-gather of weights (fsdp)": (passes + (passes == 1)) * matrices * width * ring["fsdp"],
-        "reduce-scatter of gradients (fsdp)": (adapter * fsdp or matrices * 4) * ring["fsdp"],
-        "exchange at embedding and head (fsdp)": ends * ring["fsdp"],
-        "all-reduce of activations (tensor)": (sums + ends) * 2 * ring["tensor"],
-        "all-reduce of gradients (data)": (adapter or shape.num_parameters / (fsdp * tensor) * 4) * 2 * ring["data"],
-    }
-    return {what: size for what, size in found.items() if size}
-
-
-def plan_on(config: Config, name: str, shape: Qwen2Config, chip: Hardware, mesh: Mesh3, share: float = SHARE) -> Plan:
-    """The plan of a run on one mesh; every episode is taken as long as it may be.
+    share: float = SHARE,
+    processes: int = 1,
+) -> Plan:
+    """The plan of a run on one mesh; every episode, answer and tip is taken as long as it may be.
 
     Raises:
         ConfigError: the mesh does not divide the model.
     """
-    update, rollout, algorithm = config.update, config.rollout, config.algorithm
+    update, rollout, lora = config.update, config.rollout, config.lora
     data, fsdp, tensor = mesh
     length, shards = update.buckets[-1], data * fsdp
-    rows = max(update.micro_batch_tokens // length // shards, 1) * shards
-    per_shard = rows // shards * length
+    work = _work(config, length, shards)
+    rows = max(update.micro_batch_tokens // length // shards, 1) * shards  # without branches
+    tokens = max(rows // shards * length, length + work.room)  # of a shard
     actions = min(config.env.step_limit * rollout.max_action_tokens, rollout.max_length)
+    largest = (shards, length, work.room) if work.splits else (rows, length, 0)
+
     episodes = rollout.tasks_per_iteration * rollout.group_size
     per_update = min(episodes, max(1, round(update.minibatch_steps / config.env.step_limit)))
-    updates, micro = math.ceil(episodes / per_update), math.ceil(per_update / rows)
-    ledgers = 1 + (algorithm.kl_coefficient > 0)
-    if algorithm.off_policy_denominator == "behavior" or algorithm.rollout_correction == "on":
-        ledgers += algorithm.p_memory * algorithm.q_off_policy
-    ledger_rows = math.ceil(episodes / rows) * rows
-    useful = forward_flops(shape, rollout.max_length, rollout.max_length, actions)
+    updates = math.ceil(episodes / per_update) * update.epochs
+    plain = math.ceil(per_update * (1 - work.tipped) / rows)
+    sided = math.ceil(per_update * work.tipped * work.splits / shards)
+    passes = 2 if lora.enabled else 3  # of an update; frozen weights have no gradient, an adapter's own work is little
+    bare = forward_flops(shape, rollout.max_length, rollout.max_length, actions)
+    both = forward_flops(shape, rollout.max_length + work.side, rollout.max_length, actions)
+    useful = work.plain_passes * bare + work.tipped_passes * both
+    useful += passes * update.epochs * ((1 - work.tipped) * bare + work.tipped * both)
     padded = forward_flops(shape, length, length, actions)
-    weights, lora = weight_bytes(shape, fsdp, tensor), config.lora.enabled
-    adapter = weight_bytes(shape, fsdp, tensor, config.lora) if lora else 0
-    trained = adapter or weights
-    passes = 2 if lora else 3  # of an update; frozen weights have no gradient, and an adapter's own work is little
+    padded_both = forward_flops(shape, length + work.room, length, actions)
+    ledger = _whole(episodes, rows) * work.plain_passes * padded
+    ledger += _whole(episodes * work.tipped_passes * work.splits, shards) * padded_both
+    learning = passes * updates * (plain * rows * padded + sided * shards * padded_both)
+
+    whole = weight_bytes(shape, fsdp, tensor)
+    adapter = weight_bytes(shape, fsdp, tensor, lora) if lora.enabled else 0
+    trained = adapter or whole
     width = np.dtype(np.float32).itemsize if config.model.compute_dtype == "float32" else 2
+    # Of several processes each samples with a copy of its own, on its first device.
+    served = weight_bytes(shape, 1, 1) if processes > 1 else whole
+    colocated, kv_tokens = rollout.engine == "jax", rollout.slots * session_length(config)
+    kv_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * width
     return Plan(
         name=name,
         shape=shape,
         chip=chip,
         mesh=mesh,
-        rows=rows,
+        processes=processes,
+        rows=largest[0],
         length=length,
+        branches=work.room,
         actions=rows // shards * actions,
-        weights=weights + adapter,
+        weights=whole + adapter,
         trained=trained,
         moments=2 * trained,
-        copies=COPIES - 1 if lora else COPIES,
-        batch=per_shard * sum(dtype.itemsize for dtype in _FIELDS.values()),
-        temporaries=temporary_bytes(shape, mesh, rows, length, config.model.remat, config.lora),
+        reference=trained if config.algorithm.kl_coefficient > 0 else 0,
+        engine=served if colocated else 0,
+        # Servers: what is handed over, and it rounded for the canary or cast for the files.
+        loading=served if colocated else 2 * served,
+        batch=tokens * sum(dtype.itemsize for dtype in BATCH_FIELDS.values()) + 2 * 4 * work.room,
+        temporaries=temporary_bytes(shape, mesh, *largest, config.model.remat, lora),
         compiled=False,
         offload=update.offload_moments,
-        kv_token=2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * width / math.prod(mesh),
-        kv_tokens=rollout.slots * (rollout.max_length + config.memory.tip_max_tokens + TIP_ROOM),
+        published=0 if colocated else shape.num_parameters * np.dtype(config.served_dtype).itemsize,
+        kv=kv_tokens * kv_token // (1 if processes > 1 else math.prod(mesh)) if colocated else 0,
+        kv_tokens=kv_tokens if colocated else 0,
         episodes=episodes,
-        updates=updates * update.epochs,
-        micro_batches=micro,
-        model_flops=float(episodes * useful * (ledgers + passes * update.epochs)),
-        padded_flops=float(padded * (ledger_rows * ledgers + passes * update.epochs * updates * micro * rows)),
-        traffic=_traffic(shape, mesh, per_shard, rows // shards * actions, width, config.model.remat, adapter),
+        splits=work.splits,
+        updates=updates,
+        micro_batches=plain + sided,
+        model_flops=float(episodes * useful),
+        padded_flops=float(ledger + learning),
+        traffic=traffic(shape, mesh, tokens, rows // shards * actions, width, config.model.remat, adapter),
+        token_steps=math.ceil(episodes / (rollout.slots * processes)) * actions,
         share=share,
     )
 
@@ -282,11 +272,19 @@ def _meshes(shape: Qwen2Config, devices: int, island: int) -> Iterator[Mesh3]:
 
 
 def preset(
-    config: Config, name: str, shape: Qwen2Config, chip: Hardware, devices: int, share: float = SHARE
+    config: Config,
+    name: str,
+    shape: Qwen2Config,
+    chip: Hardware,
+    devices: int,
+    share: float = SHARE,
+    processes: int = 1,
 ) -> Plan | None:
     """The plan on the fastest mesh that fits, else on the one that needs least; None if no mesh divides the model."""
-    plans = [plan_on(config, name, shape, chip, mesh, share) for mesh in _meshes(shape, devices, chip.island)]
-    return min(plans, key=lambda plan: (not plan.fits, plan.seconds if plan.fits else plan.peak), default=None)
+    plans = [
+        plan_on(config, name, shape, chip, mesh, share, processes) for mesh in _meshes(shape, devices, chip.island)
+    ]
+    return min(plans, key=lambda plan: (not plan.fits, plan.iteration if plan.fits else plan.peak), default=None)
 
 
 def smallest(config: Config, name: str, shape: Qwen2Config, chip: Hardware) -> Plan | None:
@@ -295,72 +293,48 @@ def smallest(config: Config, name: str, shape: Qwen2Config, chip: Hardware) -> P
     return next((plan for n in counts if (plan := preset(config, name, shape, chip, n)) and plan.fits), None)
 
 
-def make_plan(config: Config, hardware: str, devices: int, share: float = SHARE) -> Plan:
-    """The plan of a configuration: on `model.mesh` if that uses all devices, else on the preset.
+@cache
+def shipped_presets() -> dict[str, dict[str, Mesh3]]:
+    """Mesh by size of Qwen2.5 and name of the chip, as `sharding_presets.toml` has them; its product is the devices."""
+    values = tomllib.loads(_PRESETS.read_text(encoding="utf-8"))
+    return {
+        size: {chip: (data, fsdp, tensor) for chip, (data, fsdp, tensor) in row.items()} for size, row in values.items()
+    }
+
+
+def make_plan(
+    config: Config, hardware: str, devices: int | None = None, share: float = SHARE, processes: int = 1
+) -> Plan:
+    """The plan of a configuration on `model.mesh`, or, where that is 1 × 1 × 1, on the best mesh.
+
+    Args:
+        config: The experiment.
+        hardware: Name of the chip.
+        devices: How many; None: those of `model.mesh`, or where that is 1 × 1 × 1 the shipped preset's.
+        share: Of the chip's peak that is reached.
+        processes: Of the run, all with equally many devices.
 
     Raises:
-        ConfigError: unknown hardware or model, too few devices, a mesh that does not divide the model.
+        ConfigError: unknown hardware or model, another number of devices than the mesh has, a mesh that does not divide
+            the model.
     """
     chip, (name, shape) = find_hardware(hardware), shape_of(config.model.path)
-    mesh, needed = config.model.mesh, math.prod(config.model.mesh)
+    mesh = config.model.mesh
+    if devices is None and mesh == UNSET:
+        mesh = shipped_presets().get(name.removeprefix("Qwen2.5-"), {}).get(chip.name, UNSET)
+    devices = math.prod(mesh) if devices is None else devices
     if devices < 1 or not 0 < share <= 1:
         raise ConfigError(f"--devices {devices} --share {share}: at least 1 device and a share in (0, 1] are allowed")
-    if needed > devices:
+    if processes < 1 or devices % processes:
+        raise ConfigError(f"--processes {processes}: a divisor of the {devices} devices is allowed")
+    if mesh != UNSET and math.prod(mesh) != devices:
         raise ConfigError(
-            f"model.mesh = {list(mesh)} needs {needed} devices, --devices says {devices}; "
-            "--model.mesh 1,1,1 plans on the best mesh instead"
+            f"model.mesh = {list(mesh)} has {math.prod(mesh)} devices, --devices says {devices}; leave one of them out "
+            "(--model.mesh 1,1,1 plans on the best mesh)"
         )
-    if needed == devices:
-        return plan_on(config, name, shape, chip, mesh, share)
-    plan = preset(config, name, shape, chip, devices, share)
+    if mesh != UNSET or devices == 1:
+        return plan_on(config, name, shape, chip, mesh, share, processes)
+    plan = preset(config, name, shape, chip, devices, share, processes)
     if plan is None:
         raise ConfigError(f"--devices {devices}: no mesh of data × fsdp × tensor divides {name}")
     return plan
-
-
-def virtual_devices(count: int) -> None:
-    """Make this process one of `count` CPU devices; only before JAX is first used."""
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", count)
-    jax.config.update("jax_enable_compilation_cache", False)  # keeping the program would need its size again
-
-
-def lower_update(plan: Plan, config: Config) -> tuple[jax.stages.Lowered, jax.stages.Lowered]:
-    """Both programs of an update (see `Learner.lower`) for as many devices as the mesh has; nothing is allocated."""
-    mesh = make_mesh(jax.devices(), *plan.mesh)
-    graphdef, *parts = _abstract(plan.shape, config.model.compute_dtype, config.lora)
-
-    def place(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    params, frozen = (jax.tree.map(place, part, shardings(part, mesh)) for part in parts)
-    over_rows = NamedSharding(mesh, spec("batch", "length"))
-    size = (plan.rows, plan.length)
-    fields = [jax.ShapeDtypeStruct(size, dtype, sharding=over_rows) for dtype in _FIELDS.values()]
-    batch = TrainBatch._make([*fields, None])  # without branches
-    learner = Learner(
-        graphdef,
-        policy_optimizer(config.update),
-        partial(policy_loss, clip_low=0.2, clip_high=0.3, dual_clip=10.0),
-        frozen=frozen,
-        temperature=config.rollout.temperature,
-        remat=config.model.remat,
-        mesh=mesh,
-    )
-    return learner.lower(params, batch)
-
-
-def compiled(plan: Plan, config: Config) -> Plan:
-    """The plan with the compiler's temporaries of adding a gradient instead of the formula's.
-
-    A few layers are compiled and the rest is added by the formula: the layers are a loop, and each one more only adds
-    its stacked weights, their gradients and what is kept of it.
-    """
-    short = replace(plan, shape=replace(plan.shape, num_layers=min(plan.shape.num_layers, _COMPILED_LAYERS)))
-    adding, _ = lower_update(short, config)
-    # Buffers are assigned before code is optimized, and this code will not run.
-    memory = adding.compile(compiler_options={"xla_backend_optimization_level": "0"}).memory_analysis()
-    assert memory is not None, "the CPU's compiler reports its buffers"
-    sizes = (plan.mesh, plan.rows, plan.length, config.model.remat, config.lora)
-    rest = temporary_bytes(plan.shape, *sizes) - temporary_bytes(short.shape, *sizes)
-    return replace(plan, temporaries=memory.temp_size_in_bytes + rest, compiled=True)

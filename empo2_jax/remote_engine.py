@@ -29,11 +29,10 @@ from empo2_jax.rollout.sglang import SglangEngine
 from empo2_jax.rollout.sglang_client import Access
 from empo2_jax.rollout.sglang_member import PoolSettings
 from empo2_jax.sync.bundle import read_bundle
-from empo2_jax.sync.manifest import versions
+from empo2_jax.sync.manifest import VERSIONS_KEPT, versions
 from empo2_jax.sync.orbax_publish import Publisher
 from empo2_jax.types import TrainBatch
 
-VERSIONS_KEPT = 3  # a server may still read the one before the last
 CANARY_IDS = 32
 CANARY_TEXT = (
     "You are in a kitchen. On the table is a glass of water and a metal pot; the stove is off. Your task is to boil "

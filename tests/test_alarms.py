@@ -50,6 +50,9 @@ def test_gap_and_too_few_updates_are_said(caplog: pytest.LogCaptureFixture) -> N
     assert "3 episodes left no tip" in caplog.text
     assert "differ by 1.0e-02 nats" in caplog.text
     assert "4 updates per iteration" in caplog.text
+    assert "longer than the largest" not in caplog.text
+    warn({"actor/updates": 9.0, "memory/tips_missing": 0.0, "actor/rows_too_long": 2.0}, 1e-6, 1e-4, 100)
+    assert "2 rows are longer than the largest of update.buckets" in caplog.text
     caplog.clear()
     quiet = {"actor/updates": 4.0, "memory/tips_missing": 0.0}
     warn(quiet | {"mismatch/logprob_abs_diff_max": 1e-6}, 1e-4, MAX_GAP["float32"], 100)

@@ -2,13 +2,12 @@
 
 import pytest
 
-from empo2_jax import distributed
-from empo2_jax.assembly import load_policy, make_engine, make_family, make_index, model_folder
+from empo2_jax.assembly import check_engine, load_policy, make_family, make_index, model_folder
 from empo2_jax.config import Config, parse_config
-from empo2_jax.distributed import Gang
 from empo2_jax.errors import ConfigError, DataError
 from empo2_jax.memory.exact_index import ExactIndex
 from empo2_jax.memory.scann_index import ScannIndex
+from empo2_jax.models.qwen2_sizes import QWEN2_5
 
 
 def test_unknown_environment_is_named() -> None:
@@ -39,12 +38,21 @@ def test_a_mesh_needs_its_devices() -> None:
         load_policy(config.model)
 
 
-def test_rollouts_run_ahead_in_one_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = parse_config({"model": {"path": "toy"}, "rollout": {"max_staleness": 2, "max_length": 300}})
-    policy = load_policy(config.model)
-    monkeypatch.setattr(distributed, "current", lambda: Gang(1, 2))
+def test_rollouts_run_ahead_in_one_process_alone() -> None:
+    config = parse_config({"rollout": {"max_staleness": 2}, "update": {"micro_batch_tokens": 9216}})
     with pytest.raises(ConfigError, match=r"max_staleness = 2 with several processes: 0 is allowed"):
-        make_engine(config, policy)
+        check_engine(config, QWEN2_5["0.5B"], processes=2)
+    check_engine(config, QWEN2_5["0.5B"], processes=1)
+
+
+def test_slots_divide_over_the_mesh_of_one_process() -> None:
+    config = parse_config(
+        {"model": {"mesh": [1, 2, 1]}, "rollout": {"slots": 5}, "update": {"micro_batch_tokens": 9216}}
+    )
+    shape = QWEN2_5["0.5B"]
+    with pytest.raises(ConfigError, match=r"rollout\.slots = 5 .* data × fsdp = 2 .* multiple of 2 is allowed"):
+        check_engine(config, shape, processes=1)
+    check_engine(config, shape, processes=2)  # each with an engine of its own
 
 
 def test_defaults_are_a_valid_configuration() -> None:

@@ -63,6 +63,7 @@ def test_an_unknown_key_names_the_nearest(values: dict[str, Any], unknown: str, 
         ({"update": {"micro_batch_tokens": 100}}, "below the largest bucket 4608"),
         ({"memory": {"placement": "latest"}}, "no room for branches beside a row of the largest bucket; at least 9216"),
         ({"model": {"mesh": [1, 1]}}, "mesh"),
+        ({"model": {"master_dtype": "bfloat16"}}, r"below the resolution of bfloat16, .* float32 is allowed"),
         ({"model": {"attention": "flash"}}, r"model\.attention = 'flash': .*'auto', 'xla', 'cudnn' or 'splash'"),
         ({"model": {"remat": True}}, "'none', 'dots' or 'full'"),
         (

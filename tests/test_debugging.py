@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from empo2_jax.config_file import dump_toml, load_config
 from empo2_jax.debugging import check
-from empo2_jax.errors import CheckpointError
+from empo2_jax.errors import CheckpointError, ConfigError
 from empo2_jax.recorded_updates import read_updates, write_updates
-from tests.fixtures.processes import empo2, train_arguments
+from tests.fixtures.processes import TOY, empo2, train_arguments
 
 pytestmark = pytest.mark.medium
 
@@ -32,3 +33,13 @@ def test_a_recorded_iteration_runs_again_bit_for_bit(tmp_path: Path) -> None:
     (run_dir / "checkpoints/1").rename(tmp_path / "gone")
     with pytest.raises(CheckpointError, match=r"iteration 2 begins at checkpoint 1, and there are \[0, 2\]"):
         check(run_dir, 2, said.append)
+
+
+def test_a_run_of_more_devices_than_are_here_is_refused(tmp_path: Path) -> None:
+    config = load_config(TOY, [f"run.dir='{tmp_path}'", "model.mesh=[2,1,1]"])
+    (tmp_path / "config.toml").write_text(dump_toml(config), encoding="utf-8")
+    write_updates(tmp_path / "updates/1.npz", [])
+    with pytest.raises(
+        ConfigError, match=r"updates were made on 2 devices .*here are 1; equal bits need the same mesh"
+    ):
+        check(tmp_path, 1, print)

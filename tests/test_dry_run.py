@@ -1,10 +1,17 @@
-"""Every baseline on every world, and every ablation, resolves to a plan without running anything."""
+"""Every baseline on every world, and every ablation, resolves to a plan without running anything.
 
+`empo2 train --dry-run` refuses what the run would, in one line, and needs neither weights nor an accelerator.
+"""
+
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from empo2_jax import dry_run
+from empo2_jax.assets import toy_start
+from empo2_jax.cli import main
 from empo2_jax.config_file import load_config
 from empo2_jax.study.base import load_study
 
@@ -59,3 +66,61 @@ def test_ablations_are_those_of_the_paper() -> None:
     assert modes["no_off_policy"].endswith("0.250 on-policy with memory, 0.000 off-policy")
     assert modes["no_on_policy_with_memory"].endswith("0.000 on-policy with memory, 0.250 off-policy")
     assert found["mask_off"].algorithm.min_token_prob == 0
+
+
+TOY = ROOT / "configs" / "toy.toml"
+
+FULL_SCALE = """
+from pathlib import Path
+from empo2_jax import dry_run
+from empo2_jax.config_file import load_config
+
+for path in sorted(Path("configs").glob("*qwen2.5*.toml")):
+    config = load_config(path)
+    dry_run.refuse(config)
+    print(path.stem, *dry_run.lines(config)[2].split()[1:6])
+"""
+
+
+def refused(capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    assert main(["train", str(TOY), *options, "--dry-run"]) == 2
+    shown = capsys.readouterr()
+    (line,) = shown.err.splitlines()
+    assert shown.out == "" and line.startswith("error: ")
+    return line
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--model.path", "/nowhere/at/all"), "model.path = '/nowhere/at/all': no such folder"),
+        (("--model.mesh", "[1,1,64]"), "needs 64 devices; there are 1"),
+        (("--rollout.engine", "sglang", "--rollout.servers", "missing.txt"), "neither a URL nor a file with URLs"),
+        (("--rollout.max_length", "384", "--memory.tip_max_tokens", "9000"), "exceeds the"),
+        (("--model.attention", "cudnn"), "model.attention"),
+        (("--num-processes", "2"), "--num-processes without --coordinator and --process-id: all three"),
+        (("--coordinator", "h:1", "--num-processes", "2", "--process-id", "2"), "process 2 of 2"),
+        (("--coordinator", "h:1", "--num-processes", "2", "--process-id", "1"), "2 processes of 1 devices have 2"),
+        (("--env.tasks", "chandelier"), "chandelier"),
+    ],
+)
+def test_what_the_run_refuses(options: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in refused(capsys, *options)
+
+
+def test_weights_that_are_cut_short_or_of_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path(shutil.copytree(toy_start(), tmp_path / "policy"))
+    (weights,) = folder.glob("*.safetensors")
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1000])
+    assert "truncated" in refused(capsys, "--model.path", str(folder))
+    weights.write_bytes(whole)
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"num_hidden_layers": 3', '"num_hidden_layers": 4'))
+    assert "tensor model.layers.3." in refused(capsys, "--model.path", str(folder))
+
+
+@pytest.mark.medium
+def test_full_scale_configurations_pass_on_virtual_devices(run_on_devices: Callable[[int, str], str]) -> None:
+    shown = run_on_devices(64, FULL_SCALE).splitlines()
+    assert len(shown) == 10 and all(line.endswith("16 tasks × 8") for line in shown)

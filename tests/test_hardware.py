@@ -11,6 +11,7 @@ def test_a_chip_is_found_by_name_and_every_figure_has_a_source() -> None:
     assert (chip.memory, chip.flops, chip.bandwidth) == (40e9, 312e12, 1.555e12)
     assert chip.memory_gib == pytest.approx(37.253, abs=1e-3)
     assert list(HARDWARE) == ["a100-40", "a100-80", "h100", "h200", "v5e", "v5p", "v6e"]
+    assert all(chip.host <= chip.island for chip in HARDWARE.values())
     assert all(chip.source.startswith("https://") and chip.link < chip.bandwidth for chip in HARDWARE.values())
 
 

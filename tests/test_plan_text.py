@@ -6,7 +6,7 @@ import pytest
 
 from empo2_jax.cli import main
 from empo2_jax.config_file import load_config
-from empo2_jax.plan_text import lines, table, table_config
+from empo2_jax.plan_text import lines, preset_lines, table, table_config
 from empo2_jax.planning import make_plan
 
 ROOT = Path(__file__).parents[1]
@@ -15,6 +15,11 @@ SEVEN = ROOT / "configs" / "scienceworld_qwen2.5_7b.toml"
 
 def test_the_committed_table_is_the_generated_one() -> None:
     assert (ROOT / "docs" / "plan.md").read_text(encoding="utf-8") == table() + "\n"
+
+
+def test_the_committed_presets_are_the_searched_ones() -> None:
+    committed = ROOT / "empo2_jax" / "sharding_presets.toml"
+    assert committed.read_text(encoding="utf-8") == "\n".join(preset_lines()) + "\n"
 
 
 def test_the_table_plans_the_shipped_run() -> None:
@@ -30,11 +35,11 @@ def test_a_plan_that_fits_says_where_every_byte_goes(capsys: pytest.CaptureFixtu
     shown = capsys.readouterr().out
     for part in (
         "Qwen2.5-7B, 7,615,616,512 parameters, on 8 × a100-40 (37.25 GiB",
-        "arguments      10.642  f32 weights 3.55, moments 7.09, batch",
+        "arguments      10.641  f32 weights 3.55, moments 7.09, batch",
         "gradients       3.547",
         "upper estimate (a formula's)",
         "all-reduce of activations (tensor)",
-        "32.7 s at 40% of the peak",
+        "59.2 s at 40% of the peak",
     ):
         assert part in shown
     assert shown.endswith("\nfits\n")
@@ -44,10 +49,29 @@ def test_a_plan_that_does_not_fit_says_what_would() -> None:
     config = load_config(SEVEN, ["model.mesh=[1,1,1]"])
     text = lines(make_plan(config, "a100-40", 4), config)
     hints = text[text.index("DOES NOT FIT") + 1 :]
-    assert "  or: 8 devices with model.mesh = [1, 4, 2]" in hints
+    assert "  or: 8 devices with model.mesh = [1, 2, 4], in one process" in hints
     assert any(hint.startswith("  or: 4 × h200 with model.mesh = ") for hint in hints)
 
 
-def test_the_command_needs_a_configuration_or_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_for_servers_says_what_lies_elsewhere() -> None:
+    config = load_config(SEVEN, ["rollout.engine='sglang'", "rollout.servers=['http://a']"])
+    text = "\n".join(lines(make_plan(config, "a100-40"), config))
+    assert "published for servers, bfloat16, GiB" in text and "KV room" not in text and "  engine " not in text
+    assert "14.185  a version" in text and "56.741  on the disk: 3 versions" in text  # 2 · 7,615,616,512 bytes
+    assert "sampling: the servers' affair" in text
+
+
+def test_more_devices_than_a_machine_has_are_said_to_be_several_processes() -> None:
+    config = load_config(ROOT / "configs" / "scienceworld_qwen2.5_32b.toml")
+    assert "see --processes 4" in "\n".join(lines(make_plan(config, "h100"), config))
+    text = "\n".join(lines(make_plan(config, "h100", processes=4), config))
+    assert "on the first device of each process, GiB" in text and "DOES NOT FIT" in text
+
+
+def test_the_command_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(SEVEN)]) == 2
+    assert "plan needs --hardware NAME; allowed: a100-40, a100-80, h100," in capsys.readouterr().err
+    assert main(["plan", str(SEVEN), "--hardware", "h100", "--devices", "3", "--model.mesh", "[2,1,1]"]) == 2
+    assert "model.mesh = [2, 1, 1] has 2 devices, --devices says 3" in capsys.readouterr().err
     assert main(["plan", "--hardware", "h100"]) == 2
     assert "plan needs CONFIG (or --table)" in capsys.readouterr().err

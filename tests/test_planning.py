@@ -13,9 +13,11 @@ from empo2_jax.errors import ConfigError
 from empo2_jax.hardware import HARDWARE
 from empo2_jax.models.qwen2_config import Qwen2Config
 from empo2_jax.models.qwen2_sizes import QWEN2_5
-from empo2_jax.planning import forward_flops, make_plan, plan_on, preset, shape_of, smallest, weight_bytes
+from empo2_jax.plan_costs import forward_flops, weight_bytes
+from empo2_jax.planning import make_plan, plan_on, preset, shape_of, shipped_presets, smallest
 
-SEVEN = Path(__file__).parents[1] / "configs" / "scienceworld_qwen2.5_7b.toml"
+CONFIGS = Path(__file__).parents[1] / "configs"
+SEVEN = CONFIGS / "scienceworld_qwen2.5_7b.toml"
 SMALL = Qwen2Config(
     vocab_size=32, hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, intermediate_size=24
 )
@@ -31,14 +33,16 @@ import dataclasses, json
 from empo2_jax.config import parse_config
 from empo2_jax.hardware import HARDWARE
 from empo2_jax.models.qwen2_config import Qwen2Config
-from empo2_jax.planning import compiled, lower_update, plan_on
+from empo2_jax.plan_compile import compiled, lower_update
+from empo2_jax.planning import plan_on
 
 shape = Qwen2Config(vocab_size=2048, hidden_size=128, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=32,
                     intermediate_size=256)
 config = parse_config({
     "model": {"compute_dtype": "bfloat16"},
     "rollout": {"max_length": 128}, "env": {"step_limit": 1},
-    "update": {"buckets": [128], "micro_batch_tokens": 512},
+    "update": {"buckets": [128], "micro_batch_tokens": 1024 if BRANCHES else 512},
+    "memory": {"placement": "latest" if BRANCHES else "history"},
     "lora": {"enabled": LORA, "rank": 4},
 })
 for mesh in MESHES:
@@ -67,25 +71,27 @@ def test_weights_on_a_device_by_hand() -> None:
     assert 3 * weight_bytes(QWEN2_5["72B"], 8, 8) == pytest.approx(12 * 72_706_203_648 / 64, rel=2e-3)
 
 
-def test_arguments_and_temporaries_against_the_compiled_update(run_on_devices: Callable[[int, str], str]) -> None:
-    meshes = [(2, 2, 2)]
-    for line in run_on_devices(8, COMPARE.replace("MESHES", str(meshes)).replace("LORA", "False")).splitlines():
-        found = json.loads(line)
-        arguments = found["weights"] + found["moments"] + found["batch"]
-        batch = found["adding"] - 2 * found["weights"]
-        assert batch == found["batch"]
-        assert batch + found["applying"] - found["weights"] == pytest.approx(arguments, rel=1e-3)
-        assert 0 <= found["applying"] - 2 * found["weights"] - found["moments"] <= 16, "three scalars"
-        assert found["compiler"] <= found["temporaries"] <= 2.25 * found["compiler"]
-        assert found["applying_compiler"] <= 1.5 * found["weights"]
-        assert found["shortened"] == pytest.approx(found["compiler"], rel=0.02)
+@pytest.mark.parametrize("branches", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_arguments_and_temporaries_against_the_compiled_update(
+    branches: bool, run_on_devices: Callable[[int, str], str]
+) -> None:
+    source = COMPARE.replace("MESHES", "[(2, 2, 2)]").replace("LORA", "False").replace("BRANCHES", str(branches))
+    found = json.loads(run_on_devices(8, source))
+    arguments = found["weights"] + found["moments"] + found["batch"]
+    batch = found["adding"] - 2 * found["weights"]
+    assert batch == found["batch"]
+    assert batch + found["applying"] - found["weights"] == pytest.approx(arguments, rel=1e-3)
+    assert 0 <= found["applying"] - 2 * found["weights"] - found["moments"] <= 16, "three scalars"
+    assert found["compiler"] <= found["temporaries"] <= 2.25 * found["compiler"]
+    assert found["applying_compiler"] <= 1.5 * found["weights"]
+    assert found["shortened"] == pytest.approx(found["compiler"], rel=0.02)
 
 
 @pytest.mark.medium
 def test_an_adapters_arguments_and_temporaries_against_the_compiled_update(
     run_on_devices: Callable[[int, str], str],
 ) -> None:
-    source = COMPARE.replace("MESHES", "[(2, 2, 1)]").replace("LORA", "True")
+    source = COMPARE.replace("MESHES", "[(2, 2, 1)]").replace("LORA", "True").replace("BRANCHES", "False")
     found = json.loads(run_on_devices(4, source))
     assert found["trained"] < 0.1 * found["weights"]
     batch = found["adding"] - found["weights"] - found["trained"]
@@ -110,8 +116,8 @@ def test_a_plan_by_hand() -> None:
     assert plan.weights == 4 * (norms + biases // 2 + (SMALL.num_parameters - norms - biases) // 4)
     assert plan.moments == 2 * plan.weights
     assert plan.batch == 16 * (3 * 4 + 1 + 6 * 4 + 1)
-    assert plan.kv_token == 2 * 2 * 2 * 4 * 4 / 4  # keys and values, layers, heads, elements, f32, devices
     assert plan.kv_tokens == 4 * (8 + 4 + 256)
+    assert plan.kv == plan.kv_tokens * 2 * 2 * 2 * 4 * 4 // 4  # keys and values, layers, heads, elements, f32, devices
     matrices = 2 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 24) / 2
     ends = 2 * (16 + 4) * 2 * 16 * 4
     assert plan.traffic == {
@@ -124,7 +130,9 @@ def test_a_plan_by_hand() -> None:
     assert plan.model_flops == plan.padded_flops == 8 * episode * 4  # one ledger and an update, nothing is padding
     compute = plan.padded_flops / (0.4 * 989e12 * 4)
     assert plan.seconds == pytest.approx(compute + 2 * sum(plan.traffic.values()) / 450e9)
-    assert plan.peak == 4 * plan.weights + plan.moments + plan.batch + plan.temporaries
+    assert plan.peak == 3 * plan.weights + plan.moments + plan.batch + plan.temporaries  # theirs, engine's, gradients
+    assert plan.kv_room == (80_000_000_000 - 2 * plan.weights - plan.moments) // 2, "sampling reads a copy of the cache"
+    assert plan.sampling == pytest.approx(2 * 2 * ((2 * plan.weights + plan.kv / 2) / 3.35e12 + plan.weights / 450e9))
 
 
 def test_a_plan_with_adapters_by_hand() -> None:
@@ -137,9 +145,9 @@ def test_a_plan_with_adapters_by_hand() -> None:
     assert one.trained == one.weights
     assert other.model_flops == one.model_flops * 3 / 4  # a ledger, forward and half of backward
     assert other.traffic["reduce-scatter of gradients (fsdp)"] == adapter * 2 / 2
-    assert other.peak == 2 * other.weights + 3 * adapter + other.batch + other.temporaries
+    assert other.peak == 2 * one.weights + 4 * adapter + other.batch + other.temporaries
     light = dataclasses.replace(other, temporaries=0, batch=0)
-    assert light.peak == 3 * light.weights + 2 * adapter, "base and two generations of the engine's weights"
+    assert light.peak == 3 * one.weights + 3 * adapter, "base and two generations of the engine's weights"
 
 
 def test_more_shards_than_rows_are_padding_and_a_reference_is_one_more_pass() -> None:
@@ -149,6 +157,47 @@ def test_more_shards_than_rows_are_padding_and_a_reference_is_one_more_pass() ->
     assert wide.padded_flops == pytest.approx(one.padded_flops * 7 / 4)  # 3 parts of 4 are updates, twice the rows
     kl = plan_on(small(algorithm={"kl_coefficient": 0.1}), "small", SMALL, HARDWARE["h100"], (1, 1, 1))
     assert kl.model_flops == pytest.approx(one.model_flops * 5 / 4)
+    assert kl.peak == one.peak + one.weights
+
+
+def test_branches_by_hand() -> None:
+    latest = small(memory={"placement": "latest"})
+    plan = plan_on(latest, "small", SMALL, HARDWARE["h100"], (1, 2, 1))
+    assert (plan.rows, plan.length, plan.branches) == (2, 8, 8)  # one trunk a shard, and as much beside it
+    # Tips are long: a prompt with them ends at 8 tokens, or at the 4 that the trunk leaves; two actions of one.
+    side, tipped = 8 + 4 + 2, 0.25 / 3
+    assert plan.splits == 2  # of 14 tokens, one step in each row of 8
+    assert (plan.updates, plan.micro_batches) == (2, 2)  # four plain rows; two with branches
+    plain, both = forward_flops(SMALL, 8, 8, 2), forward_flops(SMALL, 16, 8, 2)
+    ledger = 8 * (1 - tipped) * plain + 2 * both
+    assert plan.padded_flops == pytest.approx(ledger + 3 * 2 * (4 * plain + 2 * both))
+    mean = (1 - tipped) * plain + tipped * forward_flops(SMALL, 8 + side, 8, 2)
+    assert plan.model_flops == pytest.approx(8 * 4 * mean)
+    assert plan.batch == 16 * (3 * 4 + 1 + 6 * 4 + 1) + 8 * 2 * 4
+    plain_run = plan_on(small(), "small", SMALL, HARDWARE["h100"], (1, 2, 1))
+    assert plain_run.splits == plain_run.branches == 0
+
+
+def test_each_process_samples_with_a_whole_copy() -> None:
+    one, two = (plan_on(small(), "small", SMALL, HARDWARE["h100"], (1, 2, 2), processes=count) for count in (1, 2))
+    assert (one.engine, two.engine) == (one.weights, 4 * SMALL.num_parameters)
+    assert (two.loading, two.kv) == (two.engine, 4 * one.kv)
+    assert two.peak - one.peak == two.engine - one.engine
+    assert two.token_steps * 2 == one.token_steps, "twice the slots"
+
+
+def test_servers_have_the_cache_and_files_have_the_weights() -> None:
+    servers = small(
+        rollout={"engine": "sglang", "servers": ["http://a"]}, model={"compute_dtype": "bfloat16"}, algorithm={}
+    )
+    plan = plan_on(servers, "small", SMALL, HARDWARE["h100"], (1, 1, 1))
+    assert (plan.engine, plan.kv, plan.kv_tokens, plan.sampling) == (0, 0, 0, 0.0)
+    assert plan.published == 2 * SMALL.num_parameters
+    assert plan.loading == 2 * plan.weights  # handed over, and rounded as servers have it
+    own = plan_on(small(model={"compute_dtype": "bfloat16"}), "small", SMALL, HARDWARE["h100"], (1, 1, 1))
+    assert plan.model_flops == pytest.approx(own.model_flops * (4 + 1 / 6) / 4), (
+        "the correction scores prompts with tips"
+    )
 
 
 def test_offloaded_moments_are_only_on_the_device_while_they_are_applied() -> None:
@@ -156,27 +205,50 @@ def test_offloaded_moments_are_only_on_the_device_while_they_are_applied() -> No
     offloaded = make_plan(load_config(SEVEN, ["update.offload_moments=true"]), "a100-40", 8)
     assert kept.peak - offloaded.peak == kept.moments
     light = dataclasses.replace(offloaded, temporaries=0)
-    assert light.peak == 4 * light.weights + light.moments + light.weights * 3 // 2
+    assert light.peak == 3 * light.weights + light.moments + light.weights * 3 // 2
 
 
 def test_the_shipped_7b_run_fits_the_papers_machine_on_the_mesh_of_the_preset() -> None:
     config = load_config(SEVEN)
     plan = make_plan(config, "a100-40", 8)
     best = preset(config, *shape_of(config.model.path), plan.chip, 8)
-    assert plan.fits and best is not None and best.mesh == plan.mesh == (1, 4, 2)
+    assert plan.fits and best is not None and best.mesh == plan.mesh == (1, 2, 4)
     assert plan.weights + plan.moments == pytest.approx(12 * 7_615_616_512 / 8, rel=1e-3)
 
 
 @pytest.mark.parametrize("size", list(QWEN2_5))
-def test_presets_divide_heads_and_vocabulary_and_fit(size: str) -> None:
+def test_shipped_presets_divide_heads_and_vocabulary_and_fit(size: str) -> None:
+    changes = ["model.mesh=[1,1,1]", "update.micro_batch_tokens=9216", f"model.path='Qwen/Qwen2.5-{size}'"]
+    config = load_config(SEVEN, changes)
+    assert shipped_presets().keys() == QWEN2_5.keys()
+    for chip, mesh in shipped_presets()[size].items():
+        plan = make_plan(config, chip)
+        assert plan.fits and plan.mesh == mesh
+        assert QWEN2_5[size].num_kv_heads % mesh[2] == 0 and QWEN2_5[size].vocab_size % (mesh[1] * mesh[2]) == 0
+
+
+def test_a_preset_has_the_fewest_devices() -> None:
     config = load_config(SEVEN, ["model.mesh=[1,1,1]"])
-    for chip in (HARDWARE["h200"], HARDWARE["a100-80"]):
-        plan = smallest(config, size, QWEN2_5[size], chip)
-        assert plan is not None and plan.fits
-        fsdp, tensor = plan.mesh[1:]
-        assert QWEN2_5[size].num_kv_heads % tensor == 0 and QWEN2_5[size].vocab_size % (fsdp * tensor) == 0
-        half = preset(config, size, QWEN2_5[size], chip, plan.devices // 2) if plan.devices > 1 else None
-        assert half is None or not half.fits
+    plan = smallest(config, "7B", QWEN2_5["7B"], HARDWARE["a100-80"])
+    half = preset(config, "7B", QWEN2_5["7B"], HARDWARE["a100-80"], 2)
+    assert plan is not None and plan.devices == 4 and half is not None and not half.fits
+
+
+@pytest.mark.parametrize("size", list(QWEN2_5))
+def test_every_size_has_a_configuration_on_its_preset(size: str) -> None:
+    config = load_config(CONFIGS / f"scienceworld_qwen2.5_{size.lower()}.toml")
+    chip = "a100-40" if size == "7B" else "h100"
+    assert shape_of(config.model.path)[0] == f"Qwen2.5-{size}"
+    assert config.model.mesh == shipped_presets()[size][chip]
+    assert make_plan(config, chip).fits
+
+
+@pytest.mark.parametrize(("name", "chip"), [("7b", "a100-40"), ("7b_h100", "h100"), ("7b_v5p", "v5p")])
+def test_full_scale_configurations_fit_their_machines(name: str, chip: str) -> None:
+    config = load_config(CONFIGS / f"scienceworld_qwen2.5_{name}.toml")
+    plan = make_plan(config, chip)
+    assert plan.fits and plan.devices == (4 if chip == "v5p" else 8) <= HARDWARE[chip].host
+    assert config.memory.placement == "latest" and plan.branches >= plan.length
 
 
 def test_a_local_folder_gives_the_shape(tmp_path: Path) -> None:
@@ -187,13 +259,19 @@ def test_a_local_folder_gives_the_shape(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "hardware", "devices", "message"),
     [
-        ("model.mesh=[1,4,2]", "a100", 8, "hardware 'a100' is not known; the nearest known one is `a100-40`"),
-        ("model.mesh=[1,4,2]", "a100-40", 4, r"model.mesh = \[1, 4, 2\] needs 8 devices, --devices says 4"),
+        ("model.mesh=[1,2,4]", "a100", 8, "hardware 'a100' is not known; the nearest known one is `a100-40`"),
+        ("model.mesh=[1,2,4]", "a100-40", 4, r"model.mesh = \[1, 2, 4\] has 8 devices, --devices says 4"),
+        ("model.mesh=[2,1,1]", "a100-40", 3, r"model.mesh = \[2, 1, 1\] has 2 devices, --devices says 3"),
         ("model.mesh=[1,1,8]", "a100-40", 8, "4 key/value heads do not divide over tensor = 8|28 attention heads"),
         ("model.path='toy'", "a100-40", 8, "model.path = 'toy': plan needs no weights but a shape"),
-        ("model.mesh=[1,4,2]", "a100-40", 0, "--devices 0 --share 0.4: at least 1 device"),
+        ("model.mesh=[1,2,4]", "a100-40", 0, "--devices 0 --share 0.4: at least 1 device"),
     ],
 )
 def test_each_mistake_is_one_clear_error(override: str, hardware: str, devices: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_plan(load_config(SEVEN, [override]), hardware, devices)
+
+
+def test_processes_share_the_devices_evenly() -> None:
+    with pytest.raises(ConfigError, match="--processes 3: a divisor of the 8 devices is allowed"):
+        make_plan(load_config(SEVEN), "a100-40", processes=3)

@@ -14,7 +14,9 @@ from pathlib import Path
 from empo2_jax.bench.base import Case, Side
 from empo2_jax.config import parse_config
 from empo2_jax.config_file import dump_toml
-from empo2_jax.planning import lower_update, make_plan, virtual_devices, weight_bytes
+from empo2_jax.plan_compile import lower_update, virtual_devices
+from empo2_jax.plan_costs import weight_bytes
+from empo2_jax.planning import make_plan
 
 _MESH = [1, 4, 2]
 _LAYERS = 3  # of the program whose arguments the compiler is asked for

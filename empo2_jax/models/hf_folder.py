@@ -70,6 +70,12 @@ class TensorReader:
         """Names of all tensors."""
         return frozenset(self._file_of)
 
+    def check_files(self) -> None:
+        """Raise `DataError` where a file is missing or shorter than its header says."""
+        for name in sorted(set(self._file_of.values())):
+            with _opened(self._folder / name):
+                pass
+
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """One tensor in its stored dtype; raises DataError when it is missing, unreadable or not of `shape`."""
         if name not in self._file_of:

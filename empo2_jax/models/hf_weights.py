@@ -21,6 +21,7 @@ from empo2_jax.errors import DataError
 from empo2_jax.models.hf_folder import TensorReader, copy_tokenizer, new_folder, read_json, write_json, write_tensors
 from empo2_jax.models.qwen2 import Qwen2, Qwen2Config
 from empo2_jax.models.sharding import check_divides, shardings
+from empo2_jax.models.tensor_names import tensor_shapes
 from empo2_jax.ops.attention_kernels import platform_of, resolve
 
 Params = Mapping[Any, Any]  # an `nnx.State`, whose own annotation the run-time type checker cannot read
@@ -29,6 +30,19 @@ Params = Mapping[Any, Any]  # an `nnx.State`, whose own annotation the run-time 
 def read_config(folder: Path) -> Qwen2Config:
     """Architecture of a folder; raises DataError (no file) or ConfigError (a key that cannot be honored)."""
     return Qwen2Config.from_hf(read_json(Path(folder) / "config.json"))
+
+
+def check_tensors(folder: Path) -> Qwen2Config:
+    """Architecture of a folder whose weights have all its tensors, by their names; no value is read.
+
+    Raises:
+        DataError: a file or tensor is missing, truncated or unknown.
+        ConfigError: config.json has a key that cannot be honored.
+    """
+    config, reader = read_config(folder), TensorReader(folder)
+    reader.check_files()
+    _check_names(folder, reader.names, tensor_shapes(config).keys(), config)
+    return config
 
 
 def weights_hash(folder: Path) -> str:

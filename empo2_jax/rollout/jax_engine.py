@@ -18,6 +18,7 @@ Not here: several hosts (one engine per process), text and chat templates (`chat
 import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ from jaxtyping import Float32, Int32
 from empo2_jax.errors import EngineError
 from empo2_jax.models.hf_weights import named
 from empo2_jax.models.qwen2 import Qwen2, init_cache
+from empo2_jax.models.sharding import batch_shards, spec
 from empo2_jax.rollout.base import MEMORY_PARTS, Completion, MemoryPart, Request
 from empo2_jax.rollout.jax_kernels import SlotSampling, copy_slots, decode, extend
 from empo2_jax.rollout.slots import Placement, SlotTable, TokenIds
@@ -93,10 +95,15 @@ class JaxEngine:
             slots: Sessions with a cache; more requests than slots run in waves.
             max_length: Prompt + completion tokens of a session.
             policy_version: Version of the first weights.
-            mesh: Where the model's weights lie; the cache then has slots over `data` and heads over `tensor`.
+            mesh: Where the model's weights lie; the cache then has slots over `data` and `fsdp`, heads over `tensor`.
+
+        Raises:
+            EngineError: no room for anything, or slots that do not divide over the mesh.
         """
         if slots < 1 or max_length < 2:
             raise EngineError(f"slots {slots} and max_length {max_length}: at least 1 slot and 2 tokens are needed")
+        if mesh is not None and slots % batch_shards(mesh):
+            raise EngineError(f"{slots} slots: a multiple of data × fsdp = {batch_shards(mesh)} is allowed")
         self.max_length = max_length
         self._config, self._dtype = model.config, model.dtype
         self._graphdef, own = nnx.split(model)
@@ -105,7 +112,7 @@ class JaxEngine:
         self._seats: dict[int, _Seat] = {}
         self._extend_tokens = EXTEND_TOKENS_CPU if jax.default_backend() == "cpu" else EXTEND_TOKENS
         self._mesh = mesh
-        self._place = None if mesh is None else NamedSharding(mesh, PartitionSpec("data", "tensor"))
+        self._place = None if mesh is None else NamedSharding(mesh, spec("batch", "kv_heads"))
         self._cache, self._hidden = self._empty_cache()
         self.load(own, policy_version)
 
@@ -252,11 +259,13 @@ class JaxEngine:
 
     def _empty_cache(self) -> tuple[Any, Any]:
         """KV of all slots, and the last hidden state of each."""
-        cache = init_cache(self._config, len(self._table), self.max_length, self._dtype)
+        empty = partial(init_cache, self._config, len(self._table), self.max_length, self._dtype)
         hidden = jnp.zeros((len(self._table), self._config.hidden_size), self._dtype)
         if self._mesh is None:
-            return cache, hidden
-        return jax.device_put(cache, self._place), jax.device_put(hidden, NamedSharding(self._mesh, PartitionSpec()))
+            return empty(), hidden
+        # Made where it lies: no device has room for all of it.
+        cache = jax.jit(empty, out_shardings=self._place)()
+        return cache, jax.device_put(hidden, NamedSharding(self._mesh, PartitionSpec()))
 
     def _take(self, slot: int, seat: _Seat, ids: list[int], logprobs: list[float]) -> None:
         """Hand sampled tokens to their job."""

@@ -23,7 +23,7 @@ from empo2_jax.ops.logprobs import token_logprobs
 NOISE_BLOCK = 128  # tokens of a block in two-level Gumbel-argmax
 
 
-Place = NamedSharding | None  # of the cache on a mesh: slots over `data`, key/value heads over `tensor`
+Place = NamedSharding | None  # of the cache on a mesh: slots over `data` and `fsdp`, key/value heads over `tensor`
 
 
 class SlotSampling(NamedTuple):

@@ -16,6 +16,7 @@ from typing import Any
 from empo2_jax.errors import SyncError
 from empo2_jax.sync.tensor_file import DTYPES, Layout, layout
 
+VERSIONS_KEPT = 3  # for servers: one may still read the version before the last
 MANIFEST = "manifest.json"
 FORMAT = 1
 KINDS = ("full", "delta")

@@ -39,6 +39,7 @@ def arguments(run_dir: Path, base: Path, *more: str) -> list[str]:
     )
     # The entropy bonus has a gradient even when no episode of the few finds the bulb.
     options += ("--algorithm.entropy_coefficient", "0.01", "--algorithm.kl_coefficient", "0.01")
+    options += ("--run.updates_kept", "1")
     return train_arguments(run_dir, *options, *more)
 
 
@@ -100,6 +101,7 @@ def test_another_base_is_refused(run: Path, base: Path, tmp_path: Path, capsys: 
             ["evaluate", str(run)],
             arguments(run, base),
             ["convert", "to-hf", str(run), str(tmp_path / "x")],
+            ["debug", str(run), "--iteration", "2"],
         ):
             assert main(command) == 2
             said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
