@@ -10,3 +10,11 @@ from empo2_jax.learner.optim import policy_rate
 def test_rate_is_constant_after_a_linear_warm_up(warmup: int, rates: list[float]) -> None:
     rate = policy_rate(UpdateConfig(learning_rate=2e-6, warmup_updates=warmup))
     assert [float(rate(updates)) for updates in range(4)] == pytest.approx(rates)
+
+
+def test_steps_of_a_tiny_rate_are_lost_in_bf16_and_not_in_f32() -> None:
+    weights = np.random.default_rng(0).normal(0.0, 0.02, 100_000).astype(np.float32)  # of a usual matrix
+    for dtype, least, most in ((jnp.bfloat16, 0.98, 1.0), (jnp.float32, 0.0, 0.0)):
+        old = jnp.asarray(weights, dtype)
+        lost = float((old - jnp.asarray(1e-6, dtype) == old).mean())
+        assert least <= lost <= most
