@@ -62,8 +62,10 @@ def warn(metrics: Mapping[str, float], learning_rate: float, max_gap: float, voc
         )
     if metrics.get("actor/rows_too_long", 0.0) > 0:
         _log.warning(
-            "%d rows are longer than the largest of update.buckets: not trained on, while their returns count",
+            "%d rows are longer than the largest of update.buckets: not trained on, while their returns count; "
+            "%srows-too-long",
             metrics["actor/rows_too_long"],
+            _GUIDE,
         )
     if metrics.get("mismatch/logprob_abs_diff_max", 0.0) > max_gap:
         _log.warning(

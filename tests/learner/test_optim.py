@@ -1,5 +1,7 @@
 """The learning rate of a run, by hand."""
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from empo2_jax.config import UpdateConfig
