@@ -56,7 +56,8 @@ def lines(plan: Plan, config: Config) -> list[str]:
     if plan.devices > chip.host * plan.processes:
         text.append(
             f"  one machine has {chip.host} devices: a run of {plan.devices} is one of several processes, each "
-            f"of which samples with a whole copy of the model (see --processes {math.ceil(plan.devices / chip.host)})"
+            f"of which samples with a whole copy of the model unless servers do (see --processes "
+            f"{math.ceil(plan.devices / chip.host)})"
         )
     if plan.devices > chip.island:
         text.append(f"  more than {chip.island} devices: the slower network between machines is not counted")
@@ -155,7 +156,7 @@ def table() -> str:
         "and tips as long as they may be, plus the seconds in which the weights are gathered and read for every",
         "sampled token.",
         "† More than one machine: such a run has several processes, each of which samples with a whole copy of the",
-        "model on its first device, which these cells leave out (`empo2 plan --processes N` counts it).",
+        "model on its first device, unless servers sample; `empo2 plan --processes N` counts it, these cells do not.",
         "Temporaries by the formula, an upper estimate. Nothing here was measured on the chips.",
         "",
         f"| Qwen2.5 | {' | '.join(HARDWARE)} |",

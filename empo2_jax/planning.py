@@ -221,9 +221,9 @@ def plan_on(
     adapter = weight_bytes(shape, fsdp, tensor, lora) if lora.enabled else 0
     trained = adapter or whole
     width = np.dtype(np.float32).itemsize if config.model.compute_dtype == "float32" else 2
-    # Of several processes each samples with a copy of its own, on its first device.
-    served = weight_bytes(shape, 1, 1) if processes > 1 else whole
     colocated, kv_tokens = rollout.engine == "jax", rollout.slots * session_length(config)
+    # Of several processes each samples with a copy of its own, on its first device; servers get theirs from all.
+    served = weight_bytes(shape, 1, 1) if processes > 1 and colocated else whole
     kv_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * width
     return Plan(
         name=name,

@@ -66,6 +66,10 @@ def test_more_devices_than_a_machine_has_are_said_to_be_several_processes() -> N
     assert "see --processes 4" in "\n".join(lines(make_plan(config, "h100"), config))
     text = "\n".join(lines(make_plan(config, "h100", processes=4), config))
     assert "on the first device of each process, GiB" in text and "DOES NOT FIT" in text
+    served = load_config(
+        ROOT / "configs" / "scienceworld_qwen2.5_32b.toml", ["rollout.engine='sglang'", "rollout.servers=['http://a']"]
+    )
+    assert make_plan(served, "h100", processes=4).fits
 
 
 def test_the_command_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:

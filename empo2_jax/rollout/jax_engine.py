@@ -18,7 +18,6 @@ Not here: several hosts (one engine per process), text and chat templates (`chat
 import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax
@@ -96,9 +95,6 @@ class JaxEngine:
             max_length: Prompt + completion tokens of a session.
             policy_version: Version of the first weights.
             mesh: Where the model's weights lie; the cache then has slots over `data` and `fsdp`, heads over `tensor`.
-
-        Raises:
-            EngineError: no room for anything, or slots that do not divide over the mesh.
         """
         if slots < 1 or max_length < 2:
             raise EngineError(f"slots {slots} and max_length {max_length}: at least 1 slot and 2 tokens are needed")
@@ -258,14 +254,12 @@ class JaxEngine:
             self._leave(slot)
 
     def _empty_cache(self) -> tuple[Any, Any]:
-        """KV of all slots, and the last hidden state of each."""
-        empty = partial(init_cache, self._config, len(self._table), self.max_length, self._dtype)
-        hidden = jnp.zeros((len(self._table), self._config.hidden_size), self._dtype)
+        """KV of all slots, and the last hidden state of each; made where they lie, as one device may lack the room."""
+        sizes, hidden = (len(self._table), self.max_length, self._dtype), (len(self._table), self._config.hidden_size)
+        make = lambda: (init_cache(self._config, *sizes), jnp.zeros(hidden, self._dtype))  # noqa: E731
         if self._mesh is None:
-            return empty(), hidden
-        # Made where it lies: no device has room for all of it.
-        cache = jax.jit(empty, out_shardings=self._place)()
-        return cache, jax.device_put(hidden, NamedSharding(self._mesh, PartitionSpec()))
+            return make()
+        return jax.jit(make, out_shardings=(self._place, NamedSharding(self._mesh, PartitionSpec())))()
 
     def _take(self, slot: int, seat: _Seat, ids: list[int], logprobs: list[float]) -> None:
         """Hand sampled tokens to their job."""
