@@ -198,6 +198,8 @@ def test_servers_have_the_cache_and_files_have_the_weights() -> None:
     assert plan.model_flops == pytest.approx(own.model_flops * (4 + 1 / 6) / 4), (
         "the correction scores prompts with tips"
     )
+    ahead = plan_on(small(rollout={"max_staleness": 1}), "small", SMALL, HARDWARE["h100"], (1, 1, 1))
+    assert ahead.model_flops == pytest.approx(plan.model_flops), "so does that of rollouts that run ahead"
 
 
 def test_offloaded_moments_are_only_on_the_device_while_they_are_applied() -> None:
