@@ -77,12 +77,12 @@ def warn(metrics: Mapping[str, float], learning_rate: float, max_gap: float, voc
     entropy, (least, share) = metrics.get("actor/entropy"), ENTROPY
     if entropy is not None and not least <= entropy <= share * math.log(vocabulary):
         _log.warning(
-            "the policy's entropy is %.1e nats per token: it %s; allowed are %g to %.1f. Go back to a "
-            "checkpoint before that, with a lower learning_rate or an entropy_coefficient",
+            "the policy's entropy is %.1e nats per token: it %s; allowed are %g to %.1f; %sentropy-out-of-bounds",
             entropy,
             "repeats itself, and its groups end alike" if entropy < least else "guesses",
             least,
             share * math.log(vocabulary),
+            _GUIDE,
         )
     if metrics["actor/updates"] < 5 and learning_rate <= 2e-6:
         _log.warning(
