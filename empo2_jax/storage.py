@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import IO, Any
@@ -37,7 +37,7 @@ LINKS = ".mirror"  # the files of the snapshot that is being sent
 KEPT = 2  # snapshots; a reader may be at the one before the last
 POLL_S = 1.0
 AGAIN_S = 60.0  # after a failure
-LIMIT_S = 3600.0  # for one snapshot, and so for how long the end of a run may wait
+LIMIT_S = 3600.0  # for one snapshot; the end of a run may wait for two
 CHUNK = 1 << 22
 _CHECKPOINTS = "checkpoints"
 
@@ -148,7 +148,7 @@ def fetch(run_dir: Path, url: str) -> int | None:
         state = _state(run_dir)
         storage = _Storage(url)
         newest = storage.newest()
-        if newest is None or newest["token"] == state["token"]:
+        if newest is None:
             return None
         if _steps(run_dir):
             _check_owner(newest, state, url)
@@ -157,13 +157,14 @@ def fetch(run_dir: Path, url: str) -> int | None:
         shutil.rmtree(draft, ignore_errors=True)
         storage.receive(newest["files"], draft)
         sync_tree(draft)
+        # First: with checkpoints that it does not own, a directory is refused.
+        _write_state(run_dir, {"token": uuid.uuid4().hex, "over": newest["token"]})
         for path in sorted(draft.iterdir(), key=lambda path: path.name == _CHECKPOINTS):  # last: they make it a run
             target = run_dir / path.name
             if target.is_dir():
                 shutil.rmtree(target)
             path.replace(target)
         draft.rmdir()
-        _write_state(run_dir, {"token": uuid.uuid4().hex, "over": newest["token"]})
         return newest["step"]
 
 
@@ -191,18 +192,25 @@ class _Storage:
     def send(self, files: Mapping[str, tuple[Path, int]]) -> dict[str, list[Any]]:
         """Send what is not there; returns checksum and size of every file."""
         there, sent = self._sizes(self._objects), {}
+        self._fs.makedirs(self._objects, exist_ok=True)
         for name, (path, size) in files.items():
             with path.open("rb") as file:
-                digest = _digest(file, size)
-                if there.get(digest) != size:
-                    file.seek(0)
-                    self._fs.makedirs(self._objects, exist_ok=True)
-                    with self._fs.open(f"{self._objects}/{digest}", "wb") as target:
-                        for part in _parts(file, size):
-                            target.write(part)
-                    there[digest] = size
-            sent[name] = [digest, size]
+                digest, found = self._send(file, size, there)
+            there[digest] = found
+            sent[name] = [digest, found]
         return sent
+
+    def _send(self, file: IO[bytes], size: int, there: Mapping[str, int]) -> tuple[str, int]:
+        """Send the first `size` bytes of a file, again if it was cut or rewritten meanwhile (logs, databases)."""
+        while True:
+            digest, found = _digest(_parts(file, size))
+            if there.get(digest) == found:
+                return digest, found
+            with self._fs.open(f"{self._objects}/{digest}", "wb") as target:
+                written = _digest(_written(_parts(file, size), target))
+            if written == (digest, found):
+                return written
+            self._fs.rm_file(f"{self._objects}/{digest}")
 
     def commit(self, snapshot: dict[str, Any]) -> None:
         """Write the snapshot itself: from now on it is the newest."""
@@ -233,7 +241,7 @@ class _Storage:
             except FileNotFoundError:
                 raise CheckpointError(f"{self._url}: {name}: its object is missing") from None
             with path.open("rb") as file:
-                if path.stat().st_size != size or _digest(file, size) != digest:
+                if path.stat().st_size != size or _digest(_parts(file, size)) != (digest, size):
                     raise CheckpointError(f"{self._url}: {name}: checksum does not match")
 
     def _sizes(self, folder: str) -> dict[str, int]:
@@ -299,17 +307,27 @@ def _seal(snapshot: Mapping[str, Any]) -> str:
 
 
 def _parts(file: IO[bytes], size: int) -> Iterator[bytes]:
-    """The first `size` bytes of a file in pieces."""
+    """The first `size` bytes of a file in pieces, or all of a shorter one."""
+    file.seek(0)
     while size > 0 and (part := file.read(min(CHUNK, size))):
         size -= len(part)
         yield part
 
 
-def _digest(file: IO[bytes], size: int) -> str:
-    digest = hashlib.sha256()
-    for part in _parts(file, size):
+def _written(parts: Iterable[bytes], target: IO[bytes]) -> Iterator[bytes]:
+    """The parts, each once it was written."""
+    for part in parts:
+        target.write(part)
+        yield part
+
+
+def _digest(parts: Iterable[bytes]) -> tuple[str, int]:
+    """SHA-256 and size in bytes."""
+    digest, size = hashlib.sha256(), 0
+    for part in parts:
         digest.update(part)
-    return digest.hexdigest()
+        size += len(part)
+    return digest.hexdigest(), size
 
 
 def _child(action: str, run_dir: Path, url: str) -> str:
@@ -320,6 +338,8 @@ def _child(action: str, run_dir: Path, url: str) -> str:
         done = subprocess.run(command, check=False, **options)
     except subprocess.TimeoutExpired:
         return f"not done within {LIMIT_S:g} s"
+    except OSError as error:  # no memory for a process
+        return str(error)
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     return "" if done.returncode == 0 else lines[-1] if lines else f"exit code {done.returncode}"
 

@@ -8,9 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -92,6 +93,46 @@ def test_a_run_that_was_taken_over_may_not_go_on(tmp_path: Path, url: str) -> No
         with pytest.raises(CheckpointError, match=r"another run directory goes on with these snapshots \(step 1\)"):
             action(first, url)
     assert push(second, url) == 4
+
+
+def test_a_directory_that_lost_its_checkpoints_takes_its_own_snapshot_over(tmp_path: Path, url: str) -> None:
+    run = make_run(tmp_path / "run", 3)
+    push(run, url)
+    before = contents(run)
+    shutil.rmtree(run / "checkpoints")
+    assert fetch(run, url) == 3
+    assert contents(run) == before
+    assert push(run, url) == 2
+
+
+def test_a_take_over_that_was_killed_at_its_end_is_one(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push(make_run(tmp_path / "run", 3), url)
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="killed"):
+        patched.setattr(Path, "rmdir", lambda path: (_ for _ in ()).throw(OSError("killed")))
+        fetch(tmp_path / "other", url)
+    assert fetch(tmp_path / "other", url) is None
+    assert push(tmp_path / "other", url) == 2
+
+
+def test_a_file_that_is_cut_while_it_is_sent_arrives_as_it_is_then(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, parts, reads = make_run(tmp_path / "run", 3), storage._parts, []
+
+    def cut(file: IO[bytes], size: int) -> Iterator[bytes]:
+        reads.append(Path(file.name).name)
+        if reads.count("metrics.jsonl") == 2:  # between its checksum and its sending
+            os.truncate(run / "metrics.jsonl", 3)
+        return parts(file, size)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(storage, "_parts", cut)
+        push(run, url)
+    assert fetch(tmp_path / "other", url) == 3
+    assert contents(tmp_path / "other") == contents(run)
+    assert contents(run)["metrics.jsonl"] == b"{}\n" and reads.count("metrics.jsonl") == 4
 
 
 @pytest.mark.parametrize("damage", ["flipped", "missing", "cut"])
