@@ -340,6 +340,10 @@ class Config(Section):
                 "rollout.max_staleness > 0 with rollout.release_memory: servers sample during updates; one is allowed"
             )
         name = self.algorithm.name
+        if self.run.mirror and not self.algorithm.learns:
+            raise ValueError(
+                f'run.mirror with algorithm.name = "{name}", which has no checkpoints to send; "" is allowed'
+            )
         if name != "empo2" and (self.algorithm.p_memory > 0 or self.intrinsic.kind != "none"):
             raise ValueError(f'algorithm.name = "{name}" needs algorithm.p_memory = 0 and intrinsic.kind = "none"')
         if (

@@ -72,6 +72,10 @@ def test_an_unknown_key_names_the_nearest(values: dict[str, Any], unknown: str, 
         ),
         ({"rollout": {"max_staleness": 1, "release_memory": True}}, "servers sample during updates; one is allowed"),
         ({"model": {"mesh": [2, 2, 1]}}, r"data × fsdp = 4 shards; at least 18432 is allowed"),
+        (
+            {"run": {"mirror": "s3://bucket/run"}, "algorithm": {"name": "reflexion"}},
+            'run.mirror with algorithm.name = "reflexion", which has no checkpoints to send',
+        ),
     ],
 )
 def test_values_that_cannot_work_are_named(values: dict[str, Any], message: str) -> None:
