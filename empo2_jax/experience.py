@@ -11,7 +11,7 @@ from typing import Any
 from empo2_jax.alarms import refuse_many_failures
 from empo2_jax.algorithms.base import Algorithm, valid_episodes
 from empo2_jax.config import Config
-from empo2_jax.errors import ConfigError
+from empo2_jax.errors import ConfigError, Empo2Error
 from empo2_jax.interrupts import Stopped
 from empo2_jax.memory.base import Novelty
 from empo2_jax.memory.novelty import novelty_key
@@ -45,12 +45,11 @@ class Experience:
         """The rollout of an iteration.
 
         Raises:
-            EnvError: too many episodes failed.
+            EnvError: too many episodes failed; nothing is changed then.
             Stopped: the run is to end; nothing is changed then.
         """
         clock, before = Stopwatch(), dict(self._collector.seconds)
         groups = self.collect(iteration)
-        refuse_many_failures([episode for group in groups for episode in group.episodes])
         clock.lap("rollout")
         groups, visits = self.reward_novelty(groups)
         clock.lap("novelty")
@@ -63,7 +62,7 @@ class Experience:
         return Rollout(iteration, tuple(groups), metrics, clock.seconds)
 
     def collect(self, iteration: int) -> list[EpisodeGroup]:
-        """Draw tasks and modes, run the groups."""
+        """Draw tasks and modes, run the groups; raises as `make`."""
         config, seed = self._config, self._config.run.seed
         tasks = draw_tasks(self._tasks, config.rollout.tasks_per_iteration, seed, iteration)
         size = config.rollout.group_size
@@ -81,8 +80,9 @@ class Experience:
             episodes = self._collector.collect(
                 assignments, temperature=config.rollout.temperature, memory=self._memory, writer=self._writer
             )
-        except Stopped:
-            self._memory.retrievals = before  # the run goes on as if this rollout had not begun
+            refuse_many_failures(episodes)
+        except (Empo2Error, Stopped):
+            self._memory.retrievals = before  # what is saved now, and the run, go on as if this had not begun
             raise
         return [
             EpisodeGroup(task, tuple(episodes[group * size : (group + 1) * size])) for group, task in enumerate(tasks)
