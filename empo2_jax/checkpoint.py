@@ -196,7 +196,7 @@ class CheckpointStore:
         return files_problem(self._folder / str(step))
 
     def content_hash(self, step: int | None = None) -> str:
-        """SHA-256 over parameters, optimizer, memory, novelty and metrics up to the step (None: the latest good one).
+        """SHA-256 over the state, all that was dumped, and the metrics up to the step (None: the latest good one).
 
         Two runs of one configuration and seed have the same hash, whatever their times and file names.
 

@@ -35,16 +35,16 @@ class ChoosingCollector(Collector):
         self._chooser, self._candidates = chooser, candidates
 
     def _sample(self, lives: Sequence[Live], temperature: float) -> list[Completion | EngineError]:
-        requests = []
+        requests, extra = [], []
         for live in lives:
             first = self._request(live, temperature)
             key = [self._words(live, "candidate", len(live.steps), number) for number in range(1, self._candidates)]
             others = [replace(first, session=f"{first.session}#{n}", key=k) for n, k in enumerate(key, 1)]
             requests += [first, *others]
+            extra += others
         completions = self._engine.generate(requests)
-        for request in requests:
-            if "#" in request.session:
-                self._engine.release(request.session)
+        for request in extra:
+            self._engine.release(request.session)
         found = [completions[start : start + self._candidates] for start in range(0, len(requests), self._candidates)]
         distinct = [self._distinct(samples) for samples in found]
         asked = [self._proposals(live, samples) for live, samples in zip(lives, distinct, strict=True) if samples]
