@@ -274,7 +274,7 @@ def untimed(records: Iterable[Mapping[str, Any]]) -> list[Record]:
     return [{key: value for key, value in record.items() if not key.startswith(TIMED_PREFIXES)} for record in records]
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
+def write_atomically(path: Path, content: str | bytes | memoryview) -> None:
     """Write a file (text: UTF-8) that is there in full or not at all; raises `DataError` when it cannot be written."""
     beside = path.with_name(f".{path.name}.tmp")
     try:

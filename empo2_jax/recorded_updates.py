@@ -5,7 +5,6 @@ because it was not finite: `updates/<iteration>-skipped.npz` is never removed. A
 """
 
 import io
-import os
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from empo2_jax.errors import DataError
+from empo2_jax.metrics import write_atomically
 from empo2_jax.types import Branches, TrainBatch
 
 FOLDER = "updates"
@@ -68,17 +68,9 @@ def write_updates(path: Path, updates: Sequence[RecordedUpdate]) -> None:
         for index, batch in enumerate(update.batches):
             fields = batch._replace(branches=None)._asdict() | (batch.branches._asdict() if batch.branches else {})
             arrays |= {f"{number}/{index}/{name}": value for name, value in fields.items() if value is not None}
-    buffer, beside = io.BytesIO(), path.with_name(f".{path.name}.tmp")
+    buffer = io.BytesIO()
     np.savez(buffer, **arrays)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with beside.open("wb") as file:
-            file.write(buffer.getbuffer())
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written: {error.strerror}") from error
+    write_atomically(path, buffer.getbuffer())
 
 
 def read_updates(run_dir: Path, iteration: int) -> list[RecordedUpdate]:
