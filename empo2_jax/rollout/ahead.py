@@ -2,9 +2,10 @@
 
 The rollout of iteration j begins under version j − `max_staleness` of the weights or a later one, and one version
 serves all of it: weights are loaded between two rollouts alone. With 0 there is no thread, and every rollout has the
-newest weights. With 1 the rollout of iteration j > 0 always has version j − 1, so that such a run repeats itself; above
-that, what a rollout had depends on who was faster. Rollouts are handed out in order, each once; those that are finished
-and not yet handed out belong to a checkpoint. What a rollout is made of is not known here (`experience`).
+newest weights. With 1 the rollout of iteration j > 0 has version j − 1, so that such a run repeats itself (but for one
+that SIGTERM cut off, which has version j); above that, what a rollout had depends on who was faster. Rollouts are
+handed out in order, each once; those that are finished and not yet handed out belong to a checkpoint. What a rollout is
+made of is not known here (`experience`).
 """
 
 import json
