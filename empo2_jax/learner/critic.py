@@ -42,11 +42,11 @@ class Critic:
     ) -> Float32[np.ndarray, " N"]:
         """Q of pairs of embeddings, in units of the reward that it was trained on."""
         count = len(states)
-        room = max(8, 1 << (count - 1).bit_length()) if count else 0  # few shapes compile
-        padded = (
-            np.concatenate([part, np.zeros((room - count, part.shape[1]), part.dtype)]) for part in (states, actions)
-        )
-        return np.asarray(_least(self._q, *padded))[:count] if count else np.zeros(0, np.float32)
+        if not count:
+            return np.zeros(0, np.float32)
+        room = max(8, 1 << (count - 1).bit_length())  # few shapes compile
+        padded = (np.pad(part, ((0, room - count), (0, 0))) for part in (states, actions))
+        return np.asarray(_least(self._q, *padded))[:count]
 
 
 def train_critic(data: Transitions, config: RetrospexConfig, *, seed: int) -> tuple[Critic, list[float]]:
