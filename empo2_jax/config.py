@@ -346,11 +346,6 @@ class Config(Section):
             )
         if name != "empo2" and (self.algorithm.p_memory > 0 or self.intrinsic.kind != "none"):
             raise ValueError(f'algorithm.name = "{name}" needs algorithm.p_memory = 0 and intrinsic.kind = "none"')
-        if (
-            self.warmstart.hidden_size % self.warmstart.num_heads
-            or self.warmstart.num_heads % self.warmstart.num_kv_heads
-        ):
-            raise ValueError("warmstart: hidden_size must divide by num_heads, and num_heads by num_kv_heads")
         return self
 
     @property

@@ -53,6 +53,8 @@ class WarmstartConfig(Section):
     def _check(self) -> "WarmstartConfig":
         if self.patience and not self.held_out:
             raise ValueError(f"warmstart.patience = {self.patience} needs warmstart.held_out above 0")
+        if self.hidden_size % self.num_heads or self.num_heads % self.num_kv_heads:
+            raise ValueError("warmstart: hidden_size must divide by num_heads, and num_heads by num_kv_heads")
         return self
 
 
