@@ -119,10 +119,10 @@ def check_same_panel(configs: dict[str, Config], reference: str, where: str) -> 
 
 
 def _panel(config: Config) -> dict[str, Any]:
-    """What scores must share to be compared."""
-    sections = {"evaluation": config.evaluation.model_dump(exclude={"every"}), "env": config.env.model_dump()}
-    keys = {"env": ("name", "tasks", "step_limit", "simplification", "data"), "evaluation": sections["evaluation"]}
-    return {f"{name}.{key}": values[key] for name, values in sections.items() for key in keys[name]}
+    """What scores must share to be compared; a panel file counts by what it says, not by where it lies."""
+    of_env = {f"env.{key}" for key in ("name", "tasks", "step_limit", "simplification", "data")}
+    values = identity(config).items()
+    return {key: value for key, value in values if key.startswith("evaluation.") or key in of_env}
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

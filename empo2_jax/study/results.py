@@ -85,7 +85,6 @@ def collect(
 
 def _arm_record(arm: Arm) -> Record:
     config = {key: value for key, value in identity(arm.config(0)).items() if key != "run.seed"}
-    config["evaluation.panel"] = Path(config["evaluation.panel"]).name  # its path is of this machine
     return {"base": str(arm.base), "overrides": list(arm.overrides), "config": json.loads(json.dumps(config))}
 
 

@@ -5,10 +5,14 @@ from pathlib import Path
 import pytest
 
 from empo2_jax.cli import main
+from empo2_jax.config_file import load_config
 from empo2_jax.errors import ConfigError, DataError
+from empo2_jax.run_record import record_config
 from empo2_jax.study.comparison import compare_runs
 from empo2_jax.study.results import write_results
 from tests.fixtures.studies import make_results, make_run
+
+PANEL = Path(__file__).parents[2] / "configs/panels/toy.toml"
 
 
 def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,6 +49,18 @@ def test_what_does_not_compare_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nowhere: not a run directory \(no config.toml\)"):
         compare_runs([first, tmp_path / "nowhere"], tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
+
+
+def test_runs_with_their_own_copies_of_one_panel_compare(tmp_path: Path) -> None:
+    folders = [make_run(tmp_path / name, 40.0) for name in "ab"]
+    for folder in folders:
+        record_config(load_config(tmp_path / "base.toml", [f"run.dir={folder}", f"evaluation.panel={PANEL}"]))
+    assert "<td>b</td><td>2</td><td>40.0</td>" in compare_runs(folders, tmp_path / "page.html").read_text()
+    panel = folders[1] / "panel.toml"
+    panel.write_text(panel.read_text().replace("seed = 0", "seed = 1"))
+    (folders[1] / "config.toml").write_text('[env]\nname = "toy"\n[evaluation]\npanel = "panel.toml"\n')
+    with pytest.raises(ConfigError, match=r"evaluation\.panel = 'panel \w{12}' and 'panel \w{12}'"):
+        compare_runs(folders, tmp_path / "page.html")
 
 
 def test_the_page_of_committed_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
