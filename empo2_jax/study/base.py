@@ -28,7 +28,7 @@ class Arm:
 
     name: str
     base: Path
-    overrides: tuple[str, ...]  # section.key=value, the value in TOML syntax
+    overrides: tuple[str, ...]  # section.key=value, the value in JSON, which is TOML too
 
     def config(self, seed: int) -> Config:
         """The resolved configuration of one of its runs."""
@@ -96,14 +96,18 @@ def load_study(path: Path) -> Study:
             f"{path}: seeds = {seeds}, adaptation_trials = {trials}, adaptation_arms = {list(adapted)}: "
             f"1 to {MAX_SEEDS} seeds are allowed, and adaptation needs both of its keys"
         )
-    check_same_panel({name: arm.config(0) for name, arm in arms.items()}, reference, str(path))
+    configs = {name: arm.config(0) for name, arm in arms.items()}
+    for name, config in configs.items():
+        if config.run.mirror:
+            raise ConfigError(f'{path}: arm {name}: run.mirror = {config.run.mirror!r} is one run\'s; "" is allowed')
+    check_same_panel(configs, reference, str(path))
     return Study(path.stem, path, seeds, reference, arms, trials, adapted)
 
 
 def _arm(name: str, base: Path, folder: Path, common: list[tuple[str, Any]], values: dict[str, Any]) -> Arm:
     changes = dict(common) | dict(_flat({key: value for key, value in values.items() if key != "base"}))
     own = folder / str(values["base"]) if "base" in values else base
-    return Arm(name, own, tuple(f"{key}={json.dumps(value)}" for key, value in changes.items()))
+    return Arm(name, own, tuple(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in changes.items()))
 
 
 def check_same_panel(configs: dict[str, Config], reference: str, where: str) -> None:

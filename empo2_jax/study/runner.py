@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from empo2_jax.errors import ConfigError, DataError
-from empo2_jax.interrupts import Stopped, stopped_by_sigterm
+from empo2_jax.interrupts import stopped_by_sigterm
 from empo2_jax.metrics import JsonLines, Record, read_jsonl
 from empo2_jax.study.base import Cell, Study, cells_of, load_study
 from empo2_jax.study.page import PAGE_FILE, write_page
@@ -120,10 +120,8 @@ def _run(study: Study, cells: Sequence[Cell], out: Path, jobs: int, command: str
             log.append(row)
             rows[cell.arm.name, cell.seed] = row
             console.print(f"{len(rows)}/{len(cells)} {cell}: {row['score']:.1f} ({row['seconds']:.0f} s)", markup=False)
-    except (KeyboardInterrupt, Stopped):
-        processes.stop()
-        raise
     finally:
+        processes.stop()  # after Ctrl-C, SIGTERM or an error; otherwise none is left
         threads.shutdown(cancel_futures=True)
         log.close()
     ordered = [rows[cell.arm.name, cell.seed] for cell in cells if (cell.arm.name, cell.seed) in rows]

@@ -1,5 +1,6 @@
 """One run of a study: its processes, and the row of numbers that is left of it."""
 
+import json
 import os
 import subprocess
 import sys
@@ -22,10 +23,11 @@ SPENT = ("environment_steps", "prompt_tokens", "sampled_tokens", "tip_calls")
 def train_command(cell: Cell, folder: Path) -> list[str]:
     """Arguments of `empo2` that make the run."""
     command = ["train", str(cell.arm.base)]
-    for override in (*cell.arm.overrides, f"run.seed={cell.seed}", f"run.dir={folder}", "run.tensorboard=false"):
-        key, _, value = override.partition("=")
-        command += [f"--{key}", value.strip('"')]
-    return command
+    for override in cell.arm.overrides:
+        key, _, text = override.partition("=")
+        value = json.loads(text)
+        command += [f"--{key}", value if isinstance(value, str) else text]
+    return [*command, "--run.seed", str(cell.seed), "--run.dir", str(folder), "--run.tensorboard", "false"]
 
 
 class Processes:

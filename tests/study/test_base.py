@@ -37,6 +37,10 @@ def test_the_toy_study_compares_what_the_readme_says() -> None:
         ('base = "base.toml"\nseeds = 1\nreference = "a"\nadaptation_trials = 3\n[arms.a]', "needs both of its keys"),
         ('base = "base.toml"\nseeds = 2\nreference = "a"\n[arms.a]\nalgorithm.p_memori = 0.1', "p_memory"),
         (
+            'base = "base.toml"\nseeds = 2\nreference = "a"\n[common]\nrun.mirror = "s3://b/r"\n[arms.a]',
+            "arm a: run.mirror = 's3://b/r' is one run's",
+        ),
+        (
             'base = "base.toml"\nseeds = 2\nreference = "a"\n[arms.a]\n[arms.b]\nevaluation.repeats = 9',
             r"b and a are evaluated on different panels: evaluation.repeats = 9 and 4",
         ),

@@ -4,10 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from empo2_jax.cli import build_parser
+from empo2_jax.config_options import config_of
 from empo2_jax.errors import DataError
 from empo2_jax.metrics import JsonLines, read_jsonl
-from empo2_jax.study.runs import row_of, task_scores
-from tests.fixtures.studies import make_run
+from empo2_jax.run_record import identity
+from empo2_jax.study.base import cells_of, load_study
+from empo2_jax.study.runs import row_of, task_scores, train_command
+from tests.fixtures.studies import make_run, make_study
 
 
 def test_the_row_of_a_run(tmp_path: Path) -> None:
@@ -60,6 +64,16 @@ def test_an_unknown_share_of_memory_is_no_number(tmp_path: Path) -> None:
     text = (folder / "metrics.jsonl").read_text()
     (folder / "metrics.jsonl").write_text(text.replace('"timing_s/memory_in_rollout":5.0,', "", 1))
     assert row_of(folder)["memory_share"] is None
+
+
+def test_the_command_of_a_run_makes_the_configuration_of_its_arm(tmp_path: Path) -> None:
+    path = make_study(tmp_path)
+    more = 'model.path = "Größe \\"a\\" \\\\ b"\nwarmstart.source = ["runs/ü", "gold"]\n'
+    path.write_text(path.read_text() + more)
+    for cell in cells_of(load_study(path), 2):
+        config = config_of(build_parser().parse_args(train_command(cell, tmp_path / "run")))
+        assert identity(config) == identity(cell.arm.config(cell.seed)) and config.run_dir == tmp_path / "run"
+    assert config.model.path == 'Größe "a" \\ b'
 
 
 def test_scores_of_tasks_are_means_over_repeats_then_variations() -> None:
