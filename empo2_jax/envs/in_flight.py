@@ -85,9 +85,11 @@ class InFlight:
             return await asyncio.wait_for(asyncio.shield(running), limit)
         except TimeoutError:
             self._events["late"] += 1
+            running.cancel()  # of effect where it has not begun: no world may be opened after its end
             self._end(environment)
             raise EnvError(f"{self._family.name}: no answer within {limit:g} s") from None
         except asyncio.CancelledError:
+            running.cancel()
             self._end(environment)
             raise
         finally:

@@ -80,7 +80,7 @@ class ScienceWorldEnvironment:
         if self._jvm is not None and not self._jvm.usable:
             self._drop()
         if self._jvm is None:
-            self._jvm = self._pool.lease()
+            self._lease()
         self.goal, self._templates, self._first = self._call(self._begin, replay=False)
         self._task_of_goal[self.goal] = info.name
         self._last = Observation(self._first, 0.0, 0.0, False, False, self._first)
@@ -175,7 +175,7 @@ class ScienceWorldEnvironment:
             self._drop(str(error))
             first = error
         try:
-            self._jvm = self._pool.lease()
+            self._lease()
             if replay:
                 self._guarded(self._replay)
             result = self._guarded(call)
@@ -188,13 +188,20 @@ class ScienceWorldEnvironment:
         return result
 
     def _guarded(self, call: Callable[[Jvm], T]) -> T:
+        self._busy = True  # before the simulator is looked up: `close` may take it away at any moment
         jvm = self._jvm
         if jvm is None:
             raise EnvError("closed during a call")
-        self._busy = True
         result = call(jvm)
         self._busy = False
         return result
+
+    def _lease(self) -> None:
+        """Lease a simulator; `close` may have come meanwhile, and then nobody else would give it back."""
+        self._jvm = self._pool.lease()
+        if not self._open:
+            self._drop()
+            raise EnvError(f"{self._task}: closed during a call")
 
     def _replay(self, jvm: Jvm) -> None:
         if _lines(self._begin(jvm)[2]) != _lines(self._first):

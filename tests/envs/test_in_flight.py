@@ -141,6 +141,37 @@ def test_a_canceled_episode_leaves_nothing_behind():
     asyncio.run(cancel())
 
 
+class Unused:
+    """A simulator that nobody plays on."""
+
+    usable, resident_mb = True, 0.0
+
+    def kill(self) -> None:
+        self.usable = False
+
+
+def test_a_simulator_that_comes_after_the_deadline_is_given_back():
+    ready = threading.Event()
+
+    def start() -> Unused:
+        ready.wait(10.0)
+        return Unused()
+
+    family = scienceworld.family(tasks=["find-non-living-thing"], simplification="easy", workers=1)
+    family.pool = Pool(start, size=1)
+
+    async def late() -> None:
+        flights = InFlight(family, most=1, timeout_s=0.1)
+        with pytest.raises(EnvError, match="no answer within 0.1 s"):
+            await episode(flights, task=Task("scienceworld", "find-non-living-thing", 0))
+        ready.set()
+        flights.close()
+
+    asyncio.run(late())
+    figures = family.pool.figures()
+    assert (figures.leased, figures.idle) == (0, 1)
+
+
 @pytest.mark.slow
 def test_1000_episodes_in_flight_keep_their_memory_while_simulators_are_killed():
     started: list[Jvm] = []
