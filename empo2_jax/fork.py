@@ -15,7 +15,7 @@ from empo2_jax.config import Config
 from empo2_jax.config_file import dump_toml, load_config
 from empo2_jax.errors import CheckpointError, ConfigError, DataError
 from empo2_jax.metrics import EPISODES_FOLDER, EVALUATIONS_FILE, METRICS_FILE, write_atomically
-from empo2_jax.run_record import CONFIG_FILE, FORK_FILE, identity
+from empo2_jax.run_record import CONFIG_FILE, FORK_FILE, identity, read_fork
 
 # What the state of a checkpoint is made for.
 KEPT = ("model.path", "warmstart.", "lora.", "memory.embedder", "rollout.max_staleness")
@@ -44,7 +44,11 @@ def changed_keys(source: Path, config: Config) -> dict[str, list[Any]]:
     before, now = identity(load_config(source / CONFIG_FILE)), identity(config)
     changed = {key: [before[key], now[key]] for key in before if before[key] != now[key]}
     for key, (old, new) in changed.items():
-        if key.startswith(KEPT):
+        distilled = key == "intrinsic.kind" and "rnd" in (
+            old,
+            new,
+        )  # networks have no counts, counts no networks
+        if distilled or key.startswith(KEPT):
             raise ConfigError(f"--from {source}: {key} = {old!r} there, now it is {new!r}; a fork has to keep it")
     return changed
 
@@ -66,7 +70,7 @@ def check_fork(source: Path, step: int | None, config: Config) -> dict[str, Any]
         raise ConfigError(f"--from {source}: {config.algorithm.name} trains nothing that could go on; see model.path")
     if target.resolve() == source.resolve():
         raise ConfigError(f"--from {source}: a fork needs a directory of its own; set --run.dir")
-    store, made = CheckpointStore(source, keep=1), _read_fork(target)
+    store, made = CheckpointStore(source, keep=1), read_fork(target)
     newest = (number for number in reversed(store.steps()) if store.problem(number) is None)  # process 0 alone is here
     chosen = step if step is not None else made["step"] if made else next(newest, None)
     if chosen is None:
@@ -95,11 +99,6 @@ def fork(source: Path, step: int | None, config: Config) -> Path:
     write_atomically(draft / FORK_FILE, json.dumps(record, ensure_ascii=False, indent=1) + "\n")
     draft.rename(target)
     return target
-
-
-def _read_fork(target: Path) -> dict[str, Any]:
-    path = target / FORK_FILE
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def _copy(source: Path, step: int, draft: Path) -> None:

@@ -74,9 +74,14 @@ def read_facts(run_dir: Path) -> dict[str, Any]:
     return _read_object(run_dir / FACTS_FILE)
 
 
+def read_fork(run_dir: Path) -> dict[str, Any]:
+    """`fork.json`, {} for a run that was not forked; raises `DataError` if it is not a JSON object."""
+    return _read_object(run_dir / FORK_FILE)
+
+
 def origin(run_dir: Path) -> str:
     """Where a forked run is from and what it changed, on one line; "" for a run that was not forked."""
-    fork = _read_object(run_dir / FORK_FILE)
+    fork = read_fork(run_dir)
     if not fork:
         return ""
     changes = [f"{key} {old} → {new}" for key, (old, new) in fork["changed"].items()]

@@ -113,6 +113,12 @@ def test_keys_that_the_state_is_made_for_are_kept(source: Path, tmp_path: Path, 
         changed_keys(source, config_of(source, tmp_path / "fork", override))
 
 
+def test_random_networks_and_counts_are_no_novelty_of_each_other(source: Path, tmp_path: Path) -> None:
+    assert changed_keys(source, config_of(source, tmp_path / "fork", "intrinsic.kind=none"))
+    with pytest.raises(ConfigError, match=r"intrinsic\.kind = 'count' there, now it is 'rnd'; a fork has to"):
+        changed_keys(source, config_of(source, tmp_path / "fork", "intrinsic.kind=rnd"))
+
+
 def test_the_source_is_a_run_and_a_step() -> None:
     assert parse_source("runs/a@12") == (Path("runs/a"), 12)
     assert parse_source("runs/a") == (Path("runs/a"), None)

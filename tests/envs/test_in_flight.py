@@ -162,7 +162,7 @@ def test_a_simulator_that_comes_after_the_deadline_is_given_back():
 
     async def late() -> None:
         flights = InFlight(family, most=1, timeout_s=0.1)
-        with pytest.raises(EnvError, match="no answer within 0.1 s"):
+        with pytest.raises(EnvError, match=r"no answer within 0\.1 s"):
             await episode(flights, task=Task("scienceworld", "find-non-living-thing", 0))
         ready.set()
         flights.close()
