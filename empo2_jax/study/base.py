@@ -67,8 +67,13 @@ class Cell:
 
     def fingerprint(self) -> str:
         """Hash of everything that reaches its numbers."""
-        values = [identity(self.arm.config(self.seed)), self.trials]
+        values = [settings(self.arm.config(self.seed)), self.trials]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """`section.key` to value of all that reaches the numbers of a finished run: its identity, and its length."""
+    return identity(config) | {"run.iterations": config.run.iterations, "reflexion.trials": config.reflexion.trials}
 
 
 def load_study(path: Path) -> Study:

@@ -8,8 +8,8 @@ from empo2_jax.config import Config
 from empo2_jax.config_file import load_config
 from empo2_jax.errors import ConfigError, DataError
 from empo2_jax.metrics import Record
-from empo2_jax.run_record import CONFIG_FILE, identity, origin, read_facts
-from empo2_jax.study.base import check_same_panel
+from empo2_jax.run_record import CONFIG_FILE, origin, read_facts
+from empo2_jax.study.base import check_same_panel, settings
 from empo2_jax.study.page import figures, render, tried
 from empo2_jax.study.results import Results
 from empo2_jax.study.runs import row_of
@@ -89,7 +89,7 @@ def _scores(rows: Sequence[Record]) -> Table:
 
 def _keys(configs: dict[str, Config]) -> Table:
     """Every key that reaches the numbers and differs."""
-    flat = [identity(config) for config in configs.values()]
+    flat = [settings(config) for config in configs.values()]
     keys = [key for key in flat[0] if any(other[key] != flat[0][key] for other in flat)]
     note = "Keys of the configuration that differ and reach the numbers."
     return Table("Changed keys", note, ["key", *configs], [[key, *(str(other[key]) for other in flat)] for key in keys])

@@ -15,8 +15,7 @@ from typing import Any
 
 from empo2_jax.errors import DataError
 from empo2_jax.metrics import Record, write_atomically
-from empo2_jax.run_record import identity
-from empo2_jax.study.base import Arm, Cell, Study
+from empo2_jax.study.base import Arm, Cell, Study, settings
 from empo2_jax.study.statistics import Estimate, bootstrap, by_stratum, interquartile_mean, paired_interval
 
 FORMAT = 1
@@ -84,7 +83,7 @@ def collect(
 
 
 def _arm_record(arm: Arm) -> Record:
-    config = {key: value for key, value in identity(arm.config(0)).items() if key != "run.seed"}
+    config = {key: value for key, value in settings(arm.config(0)).items() if key != "run.seed"}
     return {"base": str(arm.base), "overrides": list(arm.overrides), "config": json.loads(json.dumps(config))}
 
 

@@ -69,15 +69,20 @@ def run_cell(cell: Cell, folder: Path, processes: Processes) -> Record:
     """Train (or continue) in `folder`, adapt where that is wanted, and return the row.
 
     Raises:
-        DataError: a process failed or left too little; the message names the run and the reason.
+        DataError: a process failed, or left too little or more than was asked for; the message names the run.
     """
+    config = cell.arm.config(cell.seed)
     _empo2(cell, train_command(cell, folder), processes)
-    if cell.trials and len(_adaptation(folder).get("adaptation", {}).get("score", ())) != cell.trials:
+    if cell.trials and not _adapted(folder, config.run.iterations, cell.trials):
         _empo2(cell, ["adapt", str(folder), "--trials", str(cell.trials)], processes)
     try:
-        return {"arm": cell.arm.name, "seed": cell.seed, "fingerprint": cell.fingerprint(), **row_of(folder)}
+        row = row_of(folder)
     except DataError as error:
         raise DataError(f"{cell}: {error}") from None
+    asked = config.reflexion.trials if config.algorithm.name == "reflexion" else config.run.iterations
+    if len(row["training"]) > asked:  # a longer study was here before
+        raise DataError(f"{cell}: {folder} went on to {len(row['training'])}, but {asked} is asked for; remove it")
+    return {"arm": cell.arm.name, "seed": cell.seed, "fingerprint": cell.fingerprint(), **row}
 
 
 def _empo2(cell: Cell, arguments: Sequence[str], processes: Processes) -> None:
@@ -171,6 +176,13 @@ def _adaptation(folder: Path) -> dict[str, Any]:
         return {}
     record = read_jsonl(file)[-1]
     return {"adaptation": {"score": record["score"], "best": record["best_score"]}}
+
+
+def _adapted(folder: Path, iteration: int, trials: int) -> bool:
+    """Whether the newest adaptation is that of the policy after `iteration`, over so many trials."""
+    file = folder / ADAPTATIONS_FILE
+    lines = read_jsonl(file) if file.is_file() else []
+    return bool(lines) and (lines[-1]["iteration"], len(lines[-1]["score"])) == (iteration, trials)
 
 
 def _number(folder: Path, record: Record, key: str) -> float:

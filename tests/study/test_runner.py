@@ -75,6 +75,9 @@ def test_rows_of_another_configuration_do_not_count(tmp_path: Path, runs: Runs) 
     (tmp_path / "base.toml").write_text('[run]\niterations = 2\n[env]\nname = "toy"\n[update]\nepochs = 2\n')
     runner.run_studies([path], tmp_path / "out", seeds=1)
     assert runs.cells == [("new", 0), ("old", 0)] * 2
+    (tmp_path / "base.toml").write_text('[run]\niterations = 3\n[env]\nname = "toy"\n[update]\nepochs = 2\n')
+    runner.run_studies([path], tmp_path / "out", seeds=1)
+    assert runs.cells == [("new", 0), ("old", 0)] * 3
 
 
 def test_several_studies_lie_side_by_side(tmp_path: Path, runs: Runs) -> None:

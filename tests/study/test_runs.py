@@ -1,5 +1,8 @@
 """The row of a run, read from its files."""
 
+import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ from empo2_jax.errors import DataError
 from empo2_jax.metrics import JsonLines, read_jsonl
 from empo2_jax.run_record import identity
 from empo2_jax.study.base import cells_of, load_study
-from empo2_jax.study.runs import row_of, task_scores, train_command
+from empo2_jax.study.runs import Processes, row_of, run_cell, task_scores, train_command
 from tests.fixtures.studies import make_run, make_study
 
 
@@ -74,6 +77,33 @@ def test_the_command_of_a_run_makes_the_configuration_of_its_arm(tmp_path: Path)
         config = config_of(build_parser().parse_args(train_command(cell, tmp_path / "run")))
         assert identity(config) == identity(cell.arm.config(cell.seed)) and config.run_dir == tmp_path / "run"
     assert config.model.path == 'Größe "a" \\ b'
+
+
+class NoProcesses(Processes):
+    """Remembers the commands; every one does nothing, well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.commands: list[str] = []
+
+    def run(self, arguments: Sequence[str]) -> tuple[int, str]:
+        self.commands.append(arguments[0])
+        return 0, ""
+
+
+def test_what_a_shorter_or_longer_study_left_is_not_taken_for_this_one(tmp_path: Path) -> None:
+    path, folder, processes = make_study(tmp_path), make_run(tmp_path / "run", 40.0), NoProcesses()
+    adapted = {"iteration": 1, "score": [1.0, 2.0], "best_score": [1.0, 2.0]}
+    (folder / "adaptations.jsonl").write_text(json.dumps(adapted) + "\n")
+    cell = replace(cells_of(load_study(path))[0], trials=2)
+    assert run_cell(cell, folder, processes)["fingerprint"] == cell.fingerprint()
+    assert processes.commands == ["train", "adapt"]
+    (folder / "adaptations.jsonl").write_text(json.dumps(adapted | {"iteration": 2}) + "\n")
+    run_cell(cell, folder, processes)
+    assert processes.commands[2:] == ["train"]
+    shorter = replace(cell, arm=replace(cell.arm, overrides=("run.iterations=1",)))
+    with pytest.raises(DataError, match=r"arm new, seed 0: .*run went on to 2, but 1 is asked for; remove it"):
+        run_cell(shorter, folder, processes)
 
 
 def test_scores_of_tasks_are_means_over_repeats_then_variations() -> None:
