@@ -11,8 +11,6 @@ COLORS = ("#0072b2", "#d55e00", "#007a5a", "#a8588a", "#8a6d00", "#2a7fa8", "#33
 DASHES = ("", "7 3", "2 3", "9 3 2 3")
 
 Points = Sequence[tuple[float, float]]
-
-
 Bands = Mapping[str, Sequence[tuple[float, float, float]]]  # (x, low, high) by label
 
 

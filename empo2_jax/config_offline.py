@@ -31,7 +31,10 @@ class WarmstartConfig(Section):
     )
     held_out_every: Positive = Field(20, description="updates between two measurements of the held-out loss")
     patience: int = Field(
-        0, ge=0, description="measurements in a row without a new best that end it; the best weights are kept; 0 = any"
+        0,
+        ge=0,
+        description="measurements in a row without a new best that end it, and the best weights are kept; "
+        "0 = all updates, and the last ones are kept",
     )
     batch_episodes: Positive = Field(2, description="transcripts per optimizer step")
     checkpoint_every: int = Field(100, ge=0, description="updates between checkpoints of a warm start; 0 = none")

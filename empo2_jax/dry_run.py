@@ -77,12 +77,18 @@ def lines(config: Config) -> list[str]:
             f"# plan: {config.reflexion.trials} trials at most of {len(panel)} problems of {family.name} "
             f"({config.evaluation.split}) in {config.run_dir}",
             f"# steps: at most {config.env.step_limit} per episode; no update of the policy",
+            *([f"# {fewer}"] if fewer else []),
             f"# warm start: {config.warmstart.updates} updates",
         ]
     rollout, algorithm = config.rollout, config.algorithm
     episodes = rollout.tasks_per_iteration * rollout.group_size
     off = algorithm.p_memory * algorithm.q_off_policy
-    evaluations = config.evaluation.repeats * len(panel)
+    evaluations = f"# evaluation: {config.evaluation.repeats * len(panel)} episodes on {config.evaluation.split}"
+    learning = [
+        f"# modes: {1 - algorithm.p_memory:.3f} on-policy, {algorithm.p_memory - off:.3f} on-policy with memory, "
+        f"{off:.3f} off-policy",
+        f"{evaluations} every {config.evaluation.every} iterations",
+    ]
     return [
         f"# plan: {config.run.iterations} iterations in {config.run_dir}",
         f"# tasks: {len({task.name for task in train})} ({len(train)} training variations) of {family.name}",
@@ -90,9 +96,7 @@ def lines(config: Config) -> list[str]:
         f"{episodes * config.run.iterations} in all",
         f"# steps: at most {config.env.step_limit} per episode, {episodes * config.env.step_limit} per iteration, "
         f"{episodes * config.env.step_limit * config.run.iterations} in all",
-        f"# modes: {1 - algorithm.p_memory:.3f} on-policy, {algorithm.p_memory - off:.3f} on-policy with memory, "
-        f"{off:.3f} off-policy",
-        f"# evaluation: {evaluations} episodes on {config.evaluation.split} every {config.evaluation.every} iterations",
+        *(learning if algorithm.learns else [f"{evaluations} at the end, without the critic and with it"]),
         *([f"# {fewer}"] if fewer else []),
         f"# warm start: {config.warmstart.updates} updates",
         *([] if algorithm.learns else [f"# {algorithm.name}: no update of the policy after its warm start"]),

@@ -30,6 +30,8 @@ def test_a_baseline_has_a_plan(path: Path) -> None:
     told = "10 trials at most" if system == "reflexion" else f"{config.run.iterations} iterations"
     assert plan[0].startswith("# plan: " + told)
     assert any("no update of the policy" in line for line in plan) == (system in ("reflexion", "retrospex"))
+    assert any(" on test every " in line for line in plan) == (system not in ("reflexion", "retrospex"))
+    assert any("without the critic and with it" in line for line in plan) == (system == "retrospex")
     assert (config.run.iterations == 0) == (system == "naive") or system == "reflexion"
 
 
