@@ -146,7 +146,7 @@ def _evaluations(folder: Path) -> list[Record]:
             "iteration": place + 1,
             "score": score,
             "success": record["success"][place],
-            "complete": record["complete"],
+            "complete": all(row["scores"][place] is not None for row in record["rows"]),
             "rows": [row | {"scores": row["scores"][place : place + 1]} for row in record["rows"]],
         }
         for place, score in enumerate(record["score"])

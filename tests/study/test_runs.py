@@ -53,13 +53,16 @@ def test_trials_are_the_evaluation_where_nothing_is_trained(tmp_path: Path) -> N
     folder = make_run(tmp_path / "run", 40.0)
     (folder / "evaluations.jsonl").unlink()
     log = JsonLines(folder / "adaptations.jsonl")
-    rows = [{"task": "lamp", "variation": v, "scores": [0.0, 30.0 + 20 * v]} for v in (0, 1)]
-    numbers = {"score": [0.0, 40.0], "best_score": [0.0, 40.0], "success": [0.0, 0.5], "complete": True}
+    rows = [{"task": "lamp", "variation": v, "scores": [first, 30.0 + 20 * v]} for v, first in enumerate((0.0, None))]
+    numbers = {"score": [0.0, 40.0], "best_score": [0.0, 40.0], "success": [0.0, 0.5], "complete": False}
     log.append({"rows": rows, **numbers})
-    log.close()
     row = row_of(folder)
     assert (row["protocol"], row["score"], row["success"], row["tasks"]) == ("trials", 40.0, 0.5, {"lamp": 40.0})
     assert row["panel"] == [[1, 0.0, 30.0], [2, 40.0, 60.0]]
+    log.append({"rows": [row | {"scores": row["scores"][::-1]} for row in rows], **numbers})
+    log.close()
+    with pytest.raises(DataError, match="episodes of the last evaluation failed"):
+        row_of(folder)
 
 
 def test_an_unknown_share_of_memory_is_no_number(tmp_path: Path) -> None:
