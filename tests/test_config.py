@@ -231,10 +231,3 @@ def test_a_key_in_a_url_is_refused_without_saying_it(section: str, key: str, val
         parse_config({section: {key: value}})
     assert "s3cret" not in str(refusal.value)
     parse_config({"run": {"mirror": "s3://bucket/runs/a@b"}, "rollout": {"router": "http://host/a@b"}})
-
-
-def test_what_has_no_checkpoints_has_no_mirror() -> None:
-    values = {"algorithm": {"name": "retrospex", "p_memory": 0.0}, "intrinsic": {"kind": "none"}}
-    message = r'run\.mirror follows checkpoints, and algorithm\.name = "retrospex" has none'
-    with pytest.raises(ConfigError, match=message):
-        parse_config(values | {"run": {"mirror": "s3://bucket/run"}})
