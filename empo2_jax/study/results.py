@@ -16,11 +16,16 @@ from typing import Any
 from empo2_jax.errors import DataError
 from empo2_jax.metrics import Record, write_atomically
 from empo2_jax.study.base import Arm, Cell, Study, settings
+from empo2_jax.study.runs import SPENT
 from empo2_jax.study.statistics import Estimate, bootstrap, by_stratum, interquartile_mean, paired_interval
 
 FORMAT = 1
 RESULTS_FILE = "results.json"
 LEAST_SEEDS = 3  # of a check: fewer have no interval worth the name
+_NEEDED = (  # in every row
+    *("arm", "seed", "commit", "protocol", "score", "success", "tasks", "panel", "training", "updates", "seconds"),
+    *("memory_share", *SPENT),
+)
 _SLACK = 1e-6  # points; sums in another order
 
 
@@ -112,11 +117,13 @@ def read_results(path: Path) -> Results:
         raise DataError(f"{path}: not the results of a study in format {FORMAT}")
     try:
         results = Results(**values)
-        complete = all(row["arm"] in results.arms and row["tasks"] and "seed" in row for row in results.rows)
-    except (TypeError, KeyError) as error:
+        lacking = sorted({key for row in results.rows for key in _NEEDED if key not in row})
+        complete = not lacking and all(row["arm"] in results.arms and row["tasks"] for row in results.rows)
+    except TypeError as error:
         raise DataError(f"{path}: not the results of a study: {error}") from None
     if not complete:
-        raise DataError(f"{path}: a row has no known arm, or no task")
+        reason = f"no `{lacking[0]}`" if lacking else "no known arm, or no task"
+        raise DataError(f"{path}: a row has {reason}")
     return results
 
 

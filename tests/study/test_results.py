@@ -127,7 +127,11 @@ def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> Non
         read_results(tmp_path / "none.json")
 
 
-def test_rows_without_their_arm_are_refused(tmp_path: Path) -> None:
+def test_rows_without_their_arm_or_numbers_are_refused(tmp_path: Path) -> None:
     write_results(tmp_path / "x.json", replace(make_results(SCORES), arms={}))
     with pytest.raises(DataError, match="a row has no known arm"):
+        read_results(tmp_path / "x.json")
+    rows = [{key: value for key, value in row.items() if key != "panel"} for row in make_results(SCORES).rows]
+    write_results(tmp_path / "x.json", make_results(SCORES, rows=rows))
+    with pytest.raises(DataError, match="a row has no `panel`"):
         read_results(tmp_path / "x.json")
