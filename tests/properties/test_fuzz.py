@@ -189,6 +189,8 @@ class RefusingEngine:
 
     def load(self, params: Any, policy_version: int) -> None: ...
 
+    def release_memory(self, parts: Any) -> None: ...
+
 
 def refuse(place: str) -> Any:
     raise DataError(f"{place}: not a model")
