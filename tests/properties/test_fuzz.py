@@ -196,14 +196,25 @@ def refuse(place: str) -> Any:
     raise DataError(f"{place}: not a model")
 
 
-PATHS = ["/generate", "/update_weights_from_disk", "/pause_generation", "/continue_generation", "/abort_request", "/no"]
+PATHS = [
+    "/generate",
+    "/update_weights_from_disk",
+    "/update_weight_version",
+    "/weights_checker",
+    "/release_memory_occupation",
+    "/resume_memory_occupation",
+    "/pause_generation",
+    "/continue_generation",
+    "/abort_request",
+    "/no",
+]
 
 
 @given(st.lists(st.tuples(st.sampled_from(PATHS), BODY.map(json.dumps) | JSON.map(json.dumps) | TEXT), max_size=6))
 @settings(suppress_health_check=[HealthCheck.too_slow])
 def test_no_request_is_the_servers_fault(requests: list[tuple[str, str]]) -> None:
     batcher = Batcher(RefusingEngine(), burst=4)
-    served = Served(batcher, MODEL, str, refuse, refuse, {}, {}, Limits(waiting=3, body_bytes=2000))
+    served = Served(batcher, MODEL, str, refuse, refuse, dict, {}, {}, Limits(waiting=3, body_bytes=2000))
 
     async def run() -> None:
         transport = httpx.ASGITransport(make_app(served, None))
