@@ -287,6 +287,8 @@ def _serve(options: argparse.Namespace) -> int:
 def _memory_inspect(options: argparse.Namespace) -> int:
     from empo2_jax.trained import tips_of_run
 
+    if options.limit < 0:
+        raise ConfigError(f"--limit {options.limit}: at least 0 is allowed")
     tips = tips_of_run(options.run, options.buffer, options.step)
     print(f"{len(tips)} tips in {len({tip['buffer'] for tip in tips})} buffers")
     for tip in tips[: options.limit]:

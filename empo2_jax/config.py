@@ -33,7 +33,9 @@ class RunConfig(Section):
     )
     mirror: str = Field("", description="storage URL (s3://…, gs://…) where checkpoints and all else are copied to")
     watchdog_s: float = Field(
-        1800.0, ge=0, description="seconds a process may show no progress, or wait for another, before it ends; 0 = any"
+        1800.0,
+        ge=0,
+        description="seconds a process may show no progress, or wait for another, before it ends; 0 = no limit",
     )
     updates_kept: int = Field(
         0, ge=0, description="newest iterations whose batches `empo2 debug` can run again; a skipped update always is"

@@ -78,6 +78,7 @@ def test_a_mistake_is_one_line_and_exit_code_2_in_a_real_process(config_file: Pa
         ("checkpoint hash {folder}", "not a run directory"),
         ("checkpoint verify {folder}", "no checkpoints"),
         ("memory inspect {folder}", "not a run directory"),
+        ("memory inspect {folder} --limit -1", "--limit -1: at least 0 is allowed"),
         ("report {folder}", "metrics.jsonl: no such file"),
         ("tarin", "invalid choice: 'tarin'"),
         ("warmstart {config} --out {folder}", "no warm start"),
