@@ -7,7 +7,6 @@ belongs to exactly one start. Whether files are what the manifest says is checke
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -135,18 +134,3 @@ def latest(root: Path) -> Path | None:
     """Folder of the newest version, None if there is none. It may be a delta; its files are not verified."""
     numbers = versions(root)
     return root / str(numbers[-1]) if numbers else None
-
-
-def sync_tree(folder: Path) -> None:
-    """Bring a folder and all below it to the disk; a full disk or bad sector is an OSError."""
-    for path in (*folder.rglob("*"), folder):
-        sync_path(path)
-
-
-def sync_path(path: Path) -> None:
-    """Bring one file, or the names in one folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

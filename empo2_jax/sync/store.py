@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from empo2_jax.checkpoint_files import sync, sync_tree
 from empo2_jax.errors import SyncError
 from empo2_jax.sync.bundle import unread
 from empo2_jax.sync.delta import encode
@@ -28,8 +29,6 @@ from empo2_jax.sync.manifest import (
     TensorEntry,
     latest,
     read_manifest,
-    sync_path,
-    sync_tree,
     versions,
 )
 from empo2_jax.sync.tensor_file import (
@@ -171,7 +170,7 @@ class VersionStore:
                 sync_tree(draft)
             draft.rename(final)
             if self._durable:
-                sync_path(self.root)
+                sync(self.root)
             self._drop_old()
         self.parent = read_manifest(final)
         return final

@@ -3,6 +3,7 @@
 import os
 import shutil
 import threading
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -118,6 +119,8 @@ def shared(root: Path, process: int, errors: list[str], *, fail: bool = False) -
             draft = root / ".draft"
             target.begin(draft, 1)
             if fail:
+                while process == 0 and not (draft / NAMES[1]).exists():
+                    time.sleep(0.001)  # what it removes is there
                 target.discard(draft, "No space left on device")
                 return
             name = NAMES[process]
