@@ -5,6 +5,7 @@ A server that cannot be told from a sound one until it answers is a fake in a pr
 tests/e2e/test_server_runs.py.
 """
 
+import math
 import os
 import re
 import signal
@@ -224,10 +225,13 @@ def fakes(request: pytest.FixtureRequest) -> Iterator[list[FakeProcess]]:
         process.communicate()
 
 
-# A liar is found out by the canary before it gets a request.
-@pytest.mark.parametrize(("fakes", "retries"), [("garbage", 2), ("fewer", 2), ("liar", 0)], indirect=["fakes"])
+# A liar is found out by the canary before it gets a request; the others get half of the requests at first, and more
+# each time they pass the canary again before the requests are done.
+@pytest.mark.parametrize(
+    ("fakes", "least", "most"), [("garbage", 2, math.inf), ("fewer", 2, math.inf), ("liar", 0, 0)], indirect=["fakes"]
+)
 def test_a_server_that_answers_nonsense_or_lies_costs_retries(
-    fakes: list[FakeProcess], retries: int, tmp_path: Path
+    fakes: list[FakeProcess], least: float, most: float, tmp_path: Path
 ) -> None:
     engine = fake_engine(fakes, tmp_path)
     engine.load(7, 1)
@@ -236,5 +240,5 @@ def test_a_server_that_answers_nonsense_or_lies_costs_retries(
     assert all(isinstance(item, Completion) and item.policy_version == 2 for item in completions)
     metrics = engine.metrics()
     assert metrics["engine/given_up"] == 0
-    assert metrics["engine/retries"] == retries
+    assert least <= metrics["engine/retries"] <= most
     engine.close()
