@@ -1,7 +1,8 @@
 """Suite `tree`: the update of one episode as one sequence against the same update on one sample per step.
 
 Both sides use the package's own learner and packing; what differs is the rows that `data/rows.py` makes: of the whole
-episode, whose prompts grow by appending, or of each step alone. Loss, log-probs and gradients are the same.
+episode, whose prompts grow by appending, or of each step alone. Tips of the newest turn are branches of the one row and
+part of every sample's prompt. Loss, log-probs and gradients are the same.
 """
 
 import dataclasses
@@ -23,17 +24,21 @@ from empo2_jax.types import Episode, Mode, Row, Step, StopReason, Task
 
 TOLERANCES = {"logprobs": 1e-5, "gradient": 1e-5}  # nats; share of the largest element
 _BUCKET = 128  # sequences are a multiple of this
+_ANY = 1 << 30  # tokens of branches
+_HEADER = 4  # tokens of a prompt after the tips
 
 
 def cases(quick: bool) -> list[Case]:
-    """30 turns, or 8: 1,000 prompt tokens, then 32 of an action and 80 of an observation per turn."""
-    turns = 8 if quick else 30
-    return [_case(f"tree/{turns} turns", "small", turns, 1000, 112, 32)]
+    """30 turns, or 8: 1,000 prompt tokens, then 32 of an action and 80 of an observation per turn; tips of 300."""
+    turns, shape = (8, "mini") if quick else (30, "small")
+    return [
+        _case(f"tree/{turns} turns", shape, turns, 1000, 112, 32, 0),
+        _case(f"tree/{turns} turns, tips", "mini", turns, 1000, 112, 32, 300),
+    ]
 
 
-def _case(name: str, shape: str, turns: int, prompt: int, growth: int, response: int) -> Case:
-    sizes = {"turns": turns, "prompt": prompt, "growth": growth, "response": response}
-    rows = build_rows([make_episode(shape, **sizes)], [1.0])
+def _case(name: str, shape: str, turns: int, prompt: int, growth: int, response: int, tips: int) -> Case:
+    sizes = {"turns": turns, "prompt": prompt, "growth": growth, "response": response, "tips": tips}
     return Case(
         name=name,
         ours="empo2_jax.bench.tree:trunk",
@@ -41,40 +46,48 @@ def _case(name: str, shape: str, turns: int, prompt: int, growth: int, response:
         arguments={"shape": shape, **sizes},
         tolerances=TOLERANCES,
         unit="episode",
-        flops=3.0 * sum(_flops(SHAPES[shape], row) for row in rows),
+        flops=3.0 * sum(_flops(SHAPES[shape], row) for row in _rows([make_episode(shape, **sizes)], _ANY)),
     )
 
 
-def make_episode(shape: str, turns: int, prompt: int, growth: int, response: int) -> Episode:
-    """An episode of random tokens whose every prompt continues the one before."""
+def make_episode(shape: str, turns: int, prompt: int, growth: int, response: int, tips: int) -> Episode:
+    """An episode of random tokens: every prompt without tips continues the one before, tips stand near its end."""
     history, observations = prompts(shape, 1, prompt, turns, growth)
     ids = history[0]
     steps = []
-    for turn in observations:
+    for turn, tip in zip(observations, prompts(shape, turns, tips).first, strict=True):
         action, observation = turn[:response], turn[response:]
         logprobs = np.full(response, -math.log(SHAPES[shape].vocab_size), np.float32)
-        steps.append(Step("", ids, ids, action, logprobs, "", "", "exact", 0.0, ""))
+        acting = np.concatenate([ids[:-_HEADER], tip, ids[-_HEADER:]])
+        steps.append(Step("", acting, ids, action, logprobs, "", "", "exact", 0.0, ""))
         ids = np.concatenate([ids, action, observation])
-    return Episode("i0/g0/e0", Task("bench", "", 0), "", Mode.ON_POLICY, tuple(steps), StopReason.DONE, 0.0, False, 0)
+    task, mode = Task("bench", "", 0), Mode.ON_POLICY_WITH_MEMORY
+    return Episode("i0/g0/e0", task, "", mode, tuple(steps), StopReason.DONE, 0.0, False, 0)
 
 
-def trunk(shape: str, turns: int, prompt: int, growth: int, response: int) -> Side:
-    """One row."""
-    return _side(shape, [make_episode(shape, turns, prompt, growth, response)])
+def trunk(shape: str, **sizes: int) -> Side:
+    """One row, with a branch for each step that saw tips."""
+    return _side(shape, _rows([make_episode(shape, **sizes)], _ANY))
 
 
-def steps(shape: str, turns: int, prompt: int, growth: int, response: int) -> Side:
+def steps(shape: str, **sizes: int) -> Side:
     """A row per step, packed as the trainer packs rows."""
-    episode = make_episode(shape, turns, prompt, growth, response)
-    return _side(shape, [dataclasses.replace(episode, steps=(step,)) for step in episode.steps])
+    episode = make_episode(shape, **sizes)
+    return _side(shape, _rows([dataclasses.replace(episode, steps=(step,)) for step in episode.steps], None))
 
 
-def _side(shape: str, episodes: Sequence[Episode]) -> Side:
-    rows = token_weights(build_rows(episodes, [1.0] * len(episodes)), "seq-mean-token-mean")
-    rows = [dataclasses.replace(row, denominator_logprobs=row.behavior_logprobs) for row in rows]
-    longest = max(len(row.token_ids) for row in rows)
-    bucket = -(-longest // _BUCKET) * _BUCKET
-    return update_side(shape, rows, pack(rows, [bucket], bucket))
+def _rows(episodes: Sequence[Episode], branch_room: int | None) -> list[Row]:
+    rows = build_rows(episodes, [1.0] * len(episodes), branch_room=branch_room)
+    rows = token_weights(rows, "seq-mean-token-mean")
+    return [dataclasses.replace(row, denominator_logprobs=row.behavior_logprobs) for row in rows]
+
+
+def _side(shape: str, rows: Sequence[Row]) -> Side:
+    longest, branches = (
+        -(-max(lengths) // _BUCKET) * _BUCKET
+        for lengths in ([row.trunk for row in rows], [len(row.token_ids) - row.trunk for row in rows])
+    )
+    return update_side(shape, rows, pack(rows, [longest], longest + branches))
 
 
 def update_side(shape: str, rows: Sequence[Row], packed: Packed) -> Side:
@@ -112,5 +125,6 @@ def update_side(shape: str, rows: Sequence[Row], packed: Packed) -> Side:
 
 
 def _flops(config: Qwen2Config, row: Row) -> int:
-    """Of a forward pass of the row by itself, without padding."""
-    return forward_flops(config, len(row.token_ids), len(row.token_ids), int(row.loss_mask.sum()))
+    """Of a forward pass of the row by itself, without padding: a branch sees `cut` tokens of the trunk too."""
+    trunk = forward_flops(config, row.trunk, row.trunk, int(row.loss_mask.sum()))
+    return trunk + sum(forward_flops(config, length, 2 * cut + length, 0) for cut, length in row.branches)

@@ -61,8 +61,8 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
         """Apply in the dtype of `x`."""
-        flat = x.reshape(-1, x.shape[-1])
-        y = (flat @ self.weight[...].astype(x.dtype).T).reshape(*x.shape[:-1], -1)
+        flat = x.reshape(-1, x.shape[-1])  # einsum, not `@ W.T`: of one row XLA would transpose the kernel every time
+        y = jnp.einsum("ni,oi->no", flat, self.weight[...].astype(x.dtype)).reshape(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)[None, None]
 
 
@@ -277,5 +277,8 @@ def _write(
     cache: Float[Array, "S K M d"], columns: Int32[Array, "S Tb"], new: Float[Array, "S Tb K d"]
 ) -> Float[Array, "S K M d"]:
     """Put each new token into its slot's column; columns beyond the cache are dropped."""
+    if columns.size == 1:  # XLA makes of a single one a choice between two caches, and copies the cache to have both
+        columns = jnp.concatenate([columns, jnp.full_like(columns, cache.shape[2])], axis=1)
+        new = jnp.concatenate([new, new], axis=1)
     slots = jnp.arange(cache.shape[0])[:, None]
     return cache.at[slots, :, columns].set(new.astype(cache.dtype), mode="drop")

@@ -10,7 +10,7 @@ Attention over parts of the keys can be merged, see `ops/branch_attention.py`. T
 kernel.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ def segment_attention(
             q, query_positions, query_segments = piece
             visible = query_segments[:, :, None] == segment_ids[:, None, :stop]
             visible &= causal(query_positions, positions[:, None, :stop], window)
-            return _attend(q, keys[..., :stop], values[..., :stop], visible)
+            return finish_softmax(partial_softmax(q, keys[..., :stop], values[..., :stop], visible), values.dtype)
 
         out = jax.lax.map(attend, (split(q), split(positions), split(segment_ids)))
         return out.swapaxes(0, 1).reshape(rows, -1, *q.shape[2:])[:, : stop - start]
@@ -85,7 +85,7 @@ def cached_attention(
     """
     columns = jnp.arange(keys.shape[2], dtype=jnp.int32)[None, None]
     visible = causal(positions, columns, window)
-    return _attend(q, keys.swapaxes(2, 3), values.swapaxes(2, 3), visible)
+    return finish_softmax(partial_softmax(q, keys, values, visible, lie="sd"), values.dtype)
 
 
 def causal(queries: Int32[Array, "B Tq"], keys: Int32[Array, "#B 1 Tk"], window: int | None) -> Bool[Array, "B Tq Tk"]:
@@ -93,15 +93,6 @@ def causal(queries: Int32[Array, "B Tq"], keys: Int32[Array, "#B 1 Tk"], window:
     distance = queries[:, :, None] - keys
     visible = distance >= 0
     return visible if window is None else visible & (distance < window)
-
-
-def _attend(
-    q: Float[Array, "B Tq H d"],
-    keys: Float[Array, "B K d Tk"],
-    values: Float[Array, "B K d Tk"],
-    visible: Bool[Array, "B Tq Tk"],
-) -> Float[Array, "B Tq H d"]:
-    return finish_softmax(partial_softmax(q, keys, values, visible), values.dtype)
 
 
 class PartialSoftmax(NamedTuple):
@@ -114,28 +105,34 @@ class PartialSoftmax(NamedTuple):
 
 def partial_softmax(
     q: Float[Array, "B Tq H d"],
-    keys: Float[Array, "B K d Tk"],
-    values: Float[Array, "B K d Tk"],
+    keys: Float[Array, "B K _ _"],
+    values: Float[Array, "B K _ _"],
     visible: Bool[Array, "B Tq Tk"],
+    lie: Literal["ds", "sd"] = "ds",
 ) -> PartialSoftmax:
     """Scaled dot-product attention; the groups of a key head are extra rows of its query matrix.
 
-    Keys and values lie [d, Tk] because their gradients do: as [Tk, d] they are products whose large factor is
-    transposed, which the CPU computes at a third of the speed.
+    Args:
+        q: Queries, already rotated.
+        keys: [d, Tk] or [Tk, d] for each head, as `lie` says.
+        values: Likewise.
+        visible: Which query sees which key.
+        lie: Keys that want a gradient lie "ds" because it does: as [Tk, d] it is a product whose large factor is
+            transposed, which the CPU computes at a third of the speed. A cache lies "sd", a column for each token.
     """
     rows, length, heads, size = q.shape
     kv_heads = keys.shape[1]
     groups = heads // kv_heads
     grouped = q.reshape(rows, length, kv_heads, groups, size).transpose(0, 2, 1, 3, 4)
     grouped = grouped.reshape(rows, kv_heads, length * groups, size)
-    scores = jnp.einsum("bkqd,bkds->bkqs", grouped, keys, preferred_element_type=jnp.float32) * size**-0.5
+    scores = jnp.einsum(f"bkqd,bk{lie}->bkqs", grouped, keys, preferred_element_type=jnp.float32) * size**-0.5
     scores = scores.reshape(rows, kv_heads, length, groups, -1)
     scores = jnp.where(visible[:, None, :, None, :], scores, HIDDEN)
     peak = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
     weights = jnp.exp(scores - peak)
     total = weights.sum(axis=-1, keepdims=True)
     weights = weights.reshape(rows, kv_heads, length * groups, -1).astype(values.dtype)
-    out = jnp.einsum("bkqs,bkds->bkqd", weights, values, preferred_element_type=jnp.float32)
+    out = jnp.einsum(f"bkqs,bk{lie}->bkqd", weights, values, preferred_element_type=jnp.float32)
     return PartialSoftmax(out.reshape(rows, kv_heads, length, groups, size), peak, total)
 
 

@@ -9,15 +9,17 @@ import pytest
 
 from empo2_jax.bench import logp, machine, memory, plan, runner, tree
 from empo2_jax.bench.base import Side, differences
+from empo2_jax.data.rows import build_rows
 from empo2_jax.models.qwen2_sizes import QWEN2_5
 from empo2_jax.planning import forward_flops
 
-TREE = {"shape": "tiny", "turns": 4, "prompt": 40, "growth": 20, "response": 6}
+TREE = {"shape": "tiny", "turns": 4, "prompt": 40, "growth": 20, "response": 6, "tips": 0}
 TURNS = {"shape": "tiny", "turns": 3, "prompt": 20, "growth": 12, "response": 4}
 TINY = {
     "train": {"shape": "tiny", "rows": 2, "length": 64},
     "logp": {"tokens": 1100, "vocabulary": 1000, "width": 32, "timed": True},
-    "tree": TREE,
+    "tree/8 turns": TREE,
+    "tree/8 turns, tips": TREE | {"tips": 9},
     "memory": {"entries": 500, "clusters": 8, "queries": 2},
     "envs": {"problems": [("find-non-living-thing", 0)], "unit": "step"},
     "decode": {"shape": "tiny", "batch": 3, "prompt": 16, "count": 8},
@@ -36,7 +38,7 @@ def make(function: str, arguments: dict) -> Side:
 @pytest.mark.parametrize("name", CASES)
 def test_both_sides_agree(name):
     case = CASES[name]
-    arguments = TINY[name.partition("/")[0]]
+    arguments = TINY.get(name) or TINY[name.partition("/")[0]]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # the peer's library deprecates its own documented calls
         warnings.simplefilter("ignore", ResourceWarning)  # the peer's server lives as long as this process
@@ -61,6 +63,17 @@ def test_trunk_against_steps_saves_what_the_lengths_say():
     steps = sum(forward_flops(QWEN2_5["7B"], length, length, 32) for length in lengths)
     trunk = forward_flops(QWEN2_5["7B"], lengths[-1], lengths[-1], 960)
     assert steps / trunk == pytest.approx(17.98, abs=0.01)
+
+
+def test_tips_on_branches_save_what_the_lengths_say():
+    sizes = CASES["tree/8 turns, tips"].arguments | {"turns": 30}
+    (row,) = build_rows([tree.make_episode(**sizes)], [1.0], branch_room=1 << 30)
+    assert row.trunk == 1000 + 29 * 112 + 32
+    assert row.branches == tuple((996 + 112 * turn, 300 + 4 + 32) for turn in range(30))
+    lengths = [1000 + 112 * turn + 300 + 32 for turn in range(30)]
+    steps = sum(forward_flops(QWEN2_5["7B"], length, length, 32) for length in lengths)
+    branches = sum(forward_flops(QWEN2_5["7B"], length, 2 * cut + length, 0) for cut, length in row.branches)
+    assert steps / (forward_flops(QWEN2_5["7B"], row.trunk, row.trunk, 960) + branches) == pytest.approx(5.98, abs=0.01)
 
 
 def test_the_compiler_counts_fewer_temporaries_for_chunks():

@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 
 import jax
@@ -9,7 +10,7 @@ from flax import nnx
 from empo2_jax.errors import EngineError
 from empo2_jax.models.qwen2 import Qwen2, Qwen2Config
 from empo2_jax.randomness import words
-from empo2_jax.rollout import jax_kernels
+from empo2_jax.rollout import jax_engine, jax_kernels
 from empo2_jax.rollout.base import Request, Sampling
 from empo2_jax.rollout.jax_engine import JaxEngine
 from empo2_jax.rollout.jax_kernels import SlotSampling, draw_tokens
@@ -375,6 +376,21 @@ def test_few_shapes_are_compiled(model):
         engine.generate([ask(f"t{length}", prompt(length, seed=length % 2), **sampling), ask("u", [1])])
     extend, decode, copy = np.subtract(sizes(), before)
     assert extend <= 4 and decode <= 2 and copy <= 1  # (16, 64) tokens × (64, 100) columns; 2 widths
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_decoding_copies_no_cache(model, slots, monkeypatch):
+    texts = []
+
+    def spy(*arguments):
+        texts.append(jax_kernels.decode.lower(*arguments).compile().as_text())
+        return jax_kernels.decode(*arguments)
+
+    monkeypatch.setattr(jax_engine, "decode", spy)
+    JaxEngine(model, slots=slots, max_length=70).generate([ask("s", prompt(20))])
+    (text,) = texts
+    assert f"f32[{slots},1,70,8]" in text
+    assert not re.findall(rf"f32\[{slots},1,(?:70,8|8,70)\]\S* (?:copy|transpose)\(", text)
 
 
 @pytest.mark.parametrize(
