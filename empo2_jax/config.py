@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 
 from empo2_jax.config_base import NonNegative, Positive, Probability, Section
 from empo2_jax.config_offline import ReflexionConfig, RetrospexConfig, WarmstartConfig
-from empo2_jax.errors import ConfigError
+from empo2_jax.errors import ConfigError, wrong_value
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TARGETS: tuple[Target, ...] = get_args(Target)
@@ -387,9 +387,7 @@ def _explain(source: str, error: ValidationError) -> str:
         return (
             f"{source}: unknown key `{key}`; the nearest known key is `{'.'.join([*map(str, location[:-1]), *near])}`"
         )
-    message = first["msg"].removeprefix("Value error, ")
-    one_value = key and not isinstance(first["input"], dict)  # a check of a whole section names its keys itself
-    return f"{source}: {key} = {first['input']!r}: {message}" if one_value else f"{source}: {message}"
+    return f"{source}: {wrong_value(first)}"
 
 
 def parse_config(values: dict[str, Any], source: str = "configuration") -> Config:

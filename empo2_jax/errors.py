@@ -10,8 +10,66 @@ Empo2Error
 ├── GangError         a process of the run did not come, failed or is gone
 └── CheckpointError   a checkpoint is missing, corrupt or belongs to another run
 
-The message says what, where, and what is allowed. `empo2` prints it on one line and exits with 2.
+The message says what, where, and what is allowed. `empo2` prints it on one line and exits with 2. What pydantic finds
+is put into these words by `wrong_value`.
 """
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+_ALLOWED = {  # by pydantic's name of the problem; other problems keep pydantic's words
+    "int_type": "a whole number is allowed",
+    "float_type": "a number is allowed",
+    "finite_number": "a finite number is allowed",
+    "bool_type": "true or false is allowed",
+    "string_type": "text is allowed",
+    "tuple_type": "a list is allowed",
+    "list_type": "a list is allowed",
+    "dict_type": "a table of keys and values is allowed",
+    "model_type": "a table of keys and values is allowed",
+    "greater_than_equal": "at least {ge} is allowed",
+    "greater_than": "more than {gt} is allowed",
+    "less_than_equal": "at most {le} is allowed",
+    "less_than": "less than {lt} is allowed",
+    "literal_error": "{expected} is allowed",
+    "too_short": "a length of at least {min_length} is allowed",
+    "too_long": "a length of at most {max_length} is allowed",
+}
+
+
+def wrong_value(problem: "ErrorDetails") -> str:
+    """One problem of a `ValidationError` as `key = value: what is allowed`, `key is missing` or `unknown key`.
+
+    A check of a whole table names its keys itself: its words stand alone.
+    """
+    kind, value = problem["type"], problem["input"]
+    *parents, last = problem["loc"] or ("",)
+    if kind == "missing" and isinstance(last, int):  # of a list with a fixed number of values
+        return f"{_path(parents)} = {short(value)}: a length of at least {last + 1} is allowed"
+    key = _path([*parents, last])
+    if kind == "missing":
+        return f"{key} is missing"
+    if kind == "extra_forbidden":
+        return f"unknown key `{key}`"
+    said = problem["msg"].removeprefix("Value error, ")
+    allowed = _ALLOWED[kind].format(**problem.get("ctx", {})) if kind in _ALLOWED else said
+    if kind == "value_error" and (isinstance(value, dict) or not key):
+        return allowed
+    return f"{key or 'the record'} = {short(value)}: {allowed}"
+
+
+def _path(parts: Sequence[int | str]) -> str:
+    """`section.key[place]`."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
+
+
+def short(value: Any) -> str:
+    """At most 60 characters of a value, for messages."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 class Empo2Error(Exception):

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from empo2_jax.errors import ConfigError
+from empo2_jax.errors import ConfigError, wrong_value
 
 Numbers = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1, strict=False)]
 
@@ -53,6 +53,4 @@ def load_panel(path: Path) -> PanelFile:
     try:
         return PanelFile.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{path}: {key}: {first['msg'].removeprefix('Value error, ')}") from None
+        raise ConfigError(f"{path}: {wrong_value(error.errors()[0])}") from None

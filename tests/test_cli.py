@@ -68,7 +68,7 @@ def test_a_mistake_is_one_line_and_exit_code_2_in_a_real_process(config_file: Pa
     [
         ("train nowhere.toml", "nowhere.toml: no such configuration file"),
         ("train {config} --env.workers many", "env.workers = 'many'"),
-        ("train {config} --algorithm.name ppo", "Input should be 'empo2', 'grpo', 'gigpo', 'reflexion' or 'retrospex'"),
+        ("train {config} --algorithm.name ppo", "'ppo': 'empo2', 'grpo', 'gigpo', 'reflexion' or 'retrospex'"),
         ("train {config} --run.seed", "expected one argument"),
         ("train {config} extra", "unexpected argument `extra`"),
         ("evaluate {folder}", "not a run directory"),

@@ -66,12 +66,12 @@ def test_the_panel_is_what_is_played(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("repeats = 3\n", ""), r"repeats: Field required"),
+        (("repeats = 3\n", ""), r"repeats is missing"),
         (("[4, 1]", "[4, 4]"), "bulb has a number twice"),
-        (("[4, 1]", "[-1]"), r"tasks\.bulb\.0"),
-        (("[4, 1]", "[]"), r"tasks\.bulb"),
+        (("[4, 1]", "[-1]"), r"tasks\.bulb\[0\] = -1: at least 0 is allowed"),
+        (("[4, 1]", "[]"), r"tasks\.bulb = \[\]: a length of at least 1 is allowed"),
         (('"dev"', '"valid"'), "split"),
-        (("seed", "sed"), "sed|seed"),
+        (("seed", "sed"), "seed is missing|unknown key `sed`"),
         (("[tasks]", "[tasks"), "not a panel"),
     ],
 )

@@ -76,7 +76,7 @@ def convert_gguf(gguf_path: Path, out_folder: Path, *, dtype: str = "float32") -
     try:
         reader = GGUFReader(gguf_path)
     except (ValueError, IndexError, OSError) as error:
-        raise DataError(f"{gguf_path}: not a readable GGUF file: {error}") from error
+        raise DataError(f"{gguf_path}: not a readable GGUF file, or a part of one: {error}") from error
     meta = {name: field.contents() for name, field in reader.fields.items()}
     tensors = {_hf_name(tensor.name, gguf_path): tensor for tensor in reader.tensors}
     config = _config(meta, tensors, gguf_path)
@@ -89,7 +89,7 @@ def convert_gguf(gguf_path: Path, out_folder: Path, *, dtype: str = "float32") -
     with new_folder(Path(out_folder)) as work:
         write_json(work / "config.json", config.to_hf() | {"torch_dtype": dtype, "eos_token_id": stops[0]})
         write_json(work / "generation_config.json", {"eos_token_id": stops})
-        write_json(work / "tokenizer.json", _tokenizer(meta, gguf_path))
+        write_json(work / "tokenizer.json", _tokenizer(meta))
         write_json(work / "tokenizer_config.json", _tokenizer_config(meta, config))
         write_tensors(work, sizes, read, _SHARD_BYTES)
 
@@ -118,6 +118,7 @@ def _config(meta: dict[str, Any], tensors: dict[str, ReaderTensor], path: Path) 
             raise DataError(f"{path}: metadata key {kind}.{key} is missing")
         return value
 
+    _check_tokenizer(meta, path)
     heads, width = number("attention.head_count"), number("embedding_length")
     head_dim = number("attention.key_length", width // heads)
     if number("rope.dimension_count", head_dim) != head_dim:
@@ -158,13 +159,21 @@ def _halves(rows: Float[np.ndarray, "rows in"], heads: int) -> Float[np.ndarray,
     return rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def _tokenizer(meta: dict[str, Any], path: Path) -> dict[str, Any]:
-    """`tokenizer.json` of a byte-level BPE."""
+def _check_tokenizer(meta: dict[str, Any], path: Path) -> None:
+    """Raise `DataError` where the tokenizer is not a byte-level BPE that is known, or a part of it is missing."""
     model, pre = meta.get("tokenizer.ggml.model"), meta.get("tokenizer.ggml.pre")
     if model != "gpt2" or pre not in _PRE_TOKENIZERS:
         allowed = ", ".join(_PRE_TOKENIZERS)
         raise DataError(f"{path}: tokenizer {model!r} with pre-tokenizer {pre!r} is not supported; allowed: {allowed}")
+    for key in ("tokens", "token_type", "merges"):
+        if f"tokenizer.ggml.{key}" not in meta:
+            raise DataError(f"{path}: metadata key tokenizer.ggml.{key} is missing")
+
+
+def _tokenizer(meta: dict[str, Any]) -> dict[str, Any]:
+    """`tokenizer.json` of a byte-level BPE."""
     tokens, types = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"]
+    pre = meta["tokenizer.ggml.pre"]
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = [  # type 3 is a control token, 4 a token the user defined
         {"id": index, "content": token, "special": kind == 3, **flags}

@@ -72,7 +72,9 @@ def peer_model(kind: str) -> torch.nn.Module:
     return model.eval()
 
 
-def write_gguf(path: Path, peer: torch.nn.Module, kind: str, pre: str = "smollm", extra: str | None = None) -> None:
+def write_gguf(
+    path: Path, peer: torch.nn.Module, kind: str, pre: str = "smollm", extra: str = "", merges: bool = True
+) -> None:
     """Write the peer's weights, kernels as Q8_0; the peer is changed to hold the quantized values."""
     writer = gguf.GGUFWriter(path, kind)
     writer.add_block_count(LAYERS)
@@ -87,7 +89,8 @@ def write_gguf(path: Path, peer: torch.nn.Module, kind: str, pre: str = "smollm"
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(TOKENS)
     writer.add_token_types([3] * len(SPECIALS) + [1] * (len(TOKENS) - len(SPECIALS)))
-    writer.add_token_merges(MERGES)
+    if merges:
+        writer.add_token_merges(MERGES)
     writer.add_eos_token_id(2)
     writer.add_chat_template(TEMPLATE)
     quantized = gguf.GGMLQuantizationType.Q8_0
@@ -165,11 +168,15 @@ def test_what_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
         ({"kind": "llama", "pre": "tekken"}, "tekken"),
         ({"kind": "llama", "extra": "rope_freqs.weight"}, r"rope_freqs\.weight"),
         ({"kind": "gemma3"}, "gemma3"),
+        ({"kind": "llama", "merges": False}, r"metadata key tokenizer\.ggml\.merges is missing"),
     ]:
         write_gguf(path, peer_model("llama"), **options)
         with pytest.raises(DataError, match=message):
             convert_gguf(path, tmp_path / "hf")
-    path.write_bytes(b"not a gguf file, only text")
-    with pytest.raises(DataError, match=r"model\.gguf: not a readable GGUF"):
-        convert_gguf(path, tmp_path / "hf")
+    write_gguf(path, peer_model("llama"), "llama")
+    whole = path.read_bytes()
+    for part in (b"not a gguf file, only text", whole[: len(whole) // 2], whole[:64]):
+        path.write_bytes(part)
+        with pytest.raises(DataError, match=r"model\.gguf: not a readable GGUF file, or a part of one"):
+            convert_gguf(path, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()

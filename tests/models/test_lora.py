@@ -202,13 +202,13 @@ def test_the_hash_of_weights_sees_values_and_not_files(folder: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
-        ({"rank": 0}, "lora.rank = 0: Input should be greater than or equal to 1"),
-        ({"alpha": 0}, "lora.alpha = 0: Input should be greater than 0"),
+        ({"rank": 0}, "lora.rank = 0: at least 1 is allowed"),
+        ({"alpha": 0}, "lora.alpha = 0: more than 0.0 is allowed"),
         (
             {"targets": ["q_proj", "lm_head"]},
-            r"lora.targets.1 = 'lm_head': Input should be 'q_proj', .* or 'down_proj'",
+            r"lora.targets\[1\] = 'lm_head': 'q_proj', .* or 'down_proj' is allowed",
         ),
-        ({"targets": []}, r"lora.targets = \[\]: .* at least 1 item"),
+        ({"targets": []}, r"lora.targets = \[\]: a length of at least 1 is allowed"),
     ],
 )
 def test_each_mistake_is_one_clear_error(lora: dict[str, Any], message: str) -> None:

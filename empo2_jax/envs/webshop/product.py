@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from empo2_jax.errors import DataError
+from empo2_jax.errors import DataError, short, wrong_value
 from empo2_jax.randomness import uniform
 
 DEFAULT_PRICE = 100.0  # dollars, of a product whose price is not given
@@ -74,16 +74,7 @@ def read_record(model: type[R], record: Any, where: str) -> R:
     try:
         return model.model_validate(record)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"]) or "the record"
-        problem = "is missing" if first["type"] == "missing" else f"= {short(first['input'])}: {first['msg']}"
-        raise DataError(f"{where}: {field} {problem}") from None
-
-
-def short(value: Any) -> str:
-    """At most 60 characters of a value, for messages."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+        raise DataError(f"{where}: {wrong_value(error.errors()[0])}") from None
 
 
 def clean(text: str) -> str:

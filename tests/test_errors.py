@@ -1,0 +1,63 @@
+"""What pydantic finds, in the words of this package: what, where, what is allowed."""
+
+from typing import Any, Literal
+
+import pytest
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from empo2_jax.errors import short, wrong_value
+
+
+class Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    count: int = Field(1, ge=1, lt=9)
+    share: float = Field(0.5, gt=0, le=1)
+    kind: Literal["a", "b"] = "a"
+    pair: tuple[int, int] = Field((1, 2), strict=False)
+    names: list[str] = Field(["x"], min_length=1)
+    needed: str
+
+    @field_validator("needed")
+    @classmethod
+    def _braces(cls, value: str) -> str:
+        if "{" in value:
+            raise ValueError("{ is not allowed")
+        return value
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"count": 2.5}, "count = 2.5: a whole number is allowed"),
+        ({"count": 0}, "count = 0: at least 1 is allowed"),
+        ({"count": 9}, "count = 9: less than 9 is allowed"),
+        ({"share": 0}, "share = 0: more than 0.0 is allowed"),
+        ({"share": float("nan")}, "share = nan: a finite number is allowed"),
+        ({"kind": "c"}, "kind = 'c': 'a' or 'b' is allowed"),
+        ({"pair": [1]}, "pair = [1]: a length of at least 2 is allowed"),
+        ({"pair": [1, "2"]}, "pair[1] = '2': a whole number is allowed"),
+        ({"names": []}, "names = []: a length of at least 1 is allowed"),
+        ({"names": "x" * 99}, f"names = '{'x' * 56}...: a list is allowed"),
+        ({"nmaes": []}, "unknown key `nmaes`"),
+        ({"needed": "{x}"}, "needed = '{x}': { is not allowed"),
+    ],
+)
+def test_a_problem_says_what_where_and_what_is_allowed(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Record.model_validate({"needed": "here", **values})
+    assert wrong_value(caught.value.errors()[0]) == said
+
+
+def test_what_is_missing_is_named() -> None:
+    with pytest.raises(ValidationError) as caught:
+        Record.model_validate({})
+    assert wrong_value(caught.value.errors()[0]) == "needed is missing"
+    with pytest.raises(ValidationError) as caught:
+        Record.model_validate([])
+    assert wrong_value(caught.value.errors()[0]) == "the record = []: a table of keys and values is allowed"
+
+
+def test_a_value_is_shown_in_sixty_characters() -> None:
+    assert short("x" * 58) == f"'{'x' * 58}'"
+    assert short("x" * 59) == f"'{'x' * 56}..."
