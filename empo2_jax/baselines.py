@@ -19,7 +19,6 @@ from empo2_jax.algorithms.base import spent
 from empo2_jax.algorithms.imitation import recorded, solved
 from empo2_jax.algorithms.reflexion import Chain
 from empo2_jax.algorithms.retrospex import Embed, Rescorer, transitions
-from empo2_jax.checkpoint import RunLock
 from empo2_jax.config import Config
 from empo2_jax.config_file import load_config
 from empo2_jax.envs.base import EnvironmentFamily
@@ -35,7 +34,7 @@ from empo2_jax.rollout.reflect import AfterFailure, TipWriter
 from empo2_jax.rollout.rescore import Chooser, ChoosingCollector
 from empo2_jax.rollout.spread import from_bytes, to_bytes
 from empo2_jax.run_logs import RunLogs
-from empo2_jax.run_record import CONFIG_FILE, check_same_run, record_command, record_config
+from empo2_jax.run_record import CONFIG_FILE, RunLock, check_same_run, record_command, record_config
 from empo2_jax.types import Episode
 
 TRIALS_FOLDER, CRITIC_FILE = "trials", "critic.json"

@@ -6,14 +6,12 @@ brought to the disk and appears by one rename; a kill leaves the previous step u
 hold is skipped and named. Nothing here knows what a tip or an optimizer is, and nothing is unpickled.
 """
 
-import fcntl
 import hashlib
 import logging
 import shutil
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -56,7 +54,7 @@ def _quiet() -> Generator[None, None, None]:
 
 
 class CheckpointStore:
-    """The checkpoints of one run directory. One writer at a time (see `RunLock`); readers are free."""
+    """The checkpoints of one run directory. One writer at a time (see `run_record.RunLock`); readers are free."""
 
     def __init__(self, run_dir: Path, keep: int, every: int = 0, best: int = 0) -> None:
         """What survives a save: the `keep` newest steps, those that `every` divides, the `best` by `val/score`."""
@@ -256,33 +254,6 @@ class CheckpointStore:
     def _sweep(self) -> None:
         for path in self._folder.glob(".*-*"):
             shutil.rmtree(path)
-
-
-class RunLock:
-    """One process per run directory, as a context manager. The kernel releases the lock when the process dies."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / ".lock"
-
-    def __enter__(self) -> "RunLock":
-        """Take the lock; raises `CheckpointError` if another process has it or the directory cannot be written."""
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a+")
-        except OSError as error:
-            raise CheckpointError(f"{self._path.parent}: cannot be written: {error.strerror}") from error
-        try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.close()
-            raise CheckpointError(f"{self._path.parent}: another process is using this run directory") from None
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Release the lock."""
-        self._file.close()
 
 
 def check_same_base(run_dir: Path, cursor: dict[str, Any], base: str, folder: Path) -> None:

@@ -3,6 +3,7 @@
 Checkpoints hold the state (`checkpoint.py`); this is about the experiment that they belong to.
 """
 
+import fcntl
 import hashlib
 import json
 import os
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from empo2_jax.config import Config
@@ -30,6 +32,33 @@ MAY_DIFFER = (  # keys that a resumed run may change: they do not reach the numb
     "rollout.in_flight", "rollout.attempts", "rollout.canary_tolerance", "rollout.request_timeout_s",
     "rollout.control_timeout_s", "rollout.recovery_timeout_s", "rollout.release_memory",
 )  # fmt: skip
+
+
+class RunLock:
+    """One process per directory of a run or study, as a context manager. The kernel frees it when the process dies."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / ".lock"
+
+    def __enter__(self) -> "RunLock":
+        """Take the lock; raises `CheckpointError` if another process has it or the directory cannot be written."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("a+")
+        except OSError as error:
+            raise CheckpointError(f"{self._path.parent}: cannot be written: {error.strerror}") from error
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise CheckpointError(f"{self._path.parent}: another process is using this directory") from None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Release the lock."""
+        self._file.close()
 
 
 def source_commit() -> str:

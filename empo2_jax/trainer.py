@@ -18,7 +18,7 @@ import numpy as np
 from empo2_jax import assembly, distributed, warmstart
 from empo2_jax.alarms import CANARIES, MAX_GAP, count_skipped, warn
 from empo2_jax.algorithms.base import StepAdvantages, group_metrics, spent, valid_episodes
-from empo2_jax.checkpoint import CheckpointStore, RunLock, check_same_base
+from empo2_jax.checkpoint import CheckpointStore, check_same_base
 from empo2_jax.config import Config
 from empo2_jax.config_file import load_config
 from empo2_jax.data.packing import branch_room, fits, pack
@@ -38,7 +38,7 @@ from empo2_jax.recorded_updates import UpdateRecorder
 from empo2_jax.report import write_report
 from empo2_jax.rollout import ahead
 from empo2_jax.run_logs import RunLogs
-from empo2_jax.run_record import CONFIG_FILE, check_same_run, record_command, record_config
+from empo2_jax.run_record import CONFIG_FILE, RunLock, check_same_run, record_command, record_config
 from empo2_jax.storage import Mirror
 from empo2_jax.types import Episode, EpisodeGroup, Row
 from empo2_jax.watch import Watch, WatchedEngine

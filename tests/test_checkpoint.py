@@ -19,9 +19,10 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from empo2_jax.checkpoint import CheckpointStore, RunLock
+from empo2_jax.checkpoint import CheckpointStore
 from empo2_jax.errors import CheckpointError
 from empo2_jax.metrics import MetricsLog
+from empo2_jax.run_record import RunLock
 
 
 def make_state(seed: int = 0) -> dict[str, Any]:
@@ -222,7 +223,8 @@ KILLED = """
 import sys, time
 from pathlib import Path
 import jax.numpy as jnp
-from empo2_jax.checkpoint import CheckpointStore, RunLock
+from empo2_jax.checkpoint import CheckpointStore
+from empo2_jax.run_record import RunLock
 folder = Path(sys.argv[1])
 def stuck(place):
     (place / "half").write_text("half")
@@ -242,7 +244,7 @@ def test_kill_in_mid_save_leaves_the_previous_step_and_frees_the_lock(tmp_path: 
     assert process.stdout is not None
     with process.stdout:
         assert process.stdout.readline() == "in the middle\n"
-        with pytest.raises(CheckpointError, match="another process is using this run directory"), RunLock(tmp_path):
+        with pytest.raises(CheckpointError, match="another process is using this directory"), RunLock(tmp_path):
             pass
         process.send_signal(signal.SIGKILL)
         process.wait(timeout=30)

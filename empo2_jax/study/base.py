@@ -12,14 +12,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
 from empo2_jax.config import Config
 from empo2_jax.config_file import load_config
-from empo2_jax.errors import ConfigError
+from empo2_jax.errors import ConfigError, wrong_value
 from empo2_jax.run_record import identity
 
 MAX_SEEDS = 1000
-_KEYS = {"base", "seeds", "reference", "arms", "common", "adaptation_trials", "adaptation_arms"}
-_NEEDED = "base, seeds, reference and [arms.*] are needed"
+
+
+class StudyFile(BaseModel):
+    """The keys of a study file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    base: str = Field(description="configuration of all arms, relative to the file")
+    seeds: int = Field(ge=1, le=MAX_SEEDS, description="seeds 0 to seeds − 1 of every arm")
+    reference: str = Field(description="the arm that the first arm is measured against")
+    arms: dict[str, dict[str, Any]] = Field(min_length=1, description="by name: overrides, and maybe another `base`")
+    common: dict[str, Any] = Field({}, description="overrides of all arms")
+    adaptation_trials: int = Field(0, ge=0, description="of test-time adaptation after training")
+    adaptation_arms: tuple[str, ...] = Field((), strict=False, description="whose policies are adapted")
 
 
 @dataclass(frozen=True)
@@ -79,40 +93,40 @@ def settings(config: Config) -> dict[str, Any]:
 def load_study(path: Path) -> Study:
     """Read and check a study; every arm's configuration is validated."""
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-        base, seeds, reference = path.parent / values["base"], int(values["seeds"]), str(values["reference"])
-        common = _flat(values.get("common", {}))
-        arms = {name: _arm(name, base, path.parent, common, arm) for name, arm in values["arms"].items()}
-        trials, adapted = int(values.get("adaptation_trials", 0)), tuple(values.get("adaptation_arms", ()))
+        file = StudyFile.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
-        raise ConfigError(f"{path}: not a study: {error.strerror}; {_NEEDED}") from None
-    except KeyError as error:
-        raise ConfigError(f"{path}: not a study: no {error.args[0]}; {_NEEDED}") from None
-    except (tomllib.TOMLDecodeError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{path}: not a study: {error}; {_NEEDED}") from None
-    if unknown := sorted(values.keys() - _KEYS):
-        raise ConfigError(f"{path}: unknown key `{unknown[0]}`; {', '.join(sorted(_KEYS))} are allowed")
-    for key, names in (("reference", (reference,)), ("adaptation_arms", adapted)):
+        raise ConfigError(f"{path}: not a study: {error.strerror}") from None
+    except ValidationError as error:
+        raise ConfigError(f"{path}: not a study: {wrong_value(error.errors()[0])}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not a study: {error}") from None
+    base, common = path.parent / file.base, _flat(file.common)
+    arms = {name: _arm(name, base, path.parent, common, arm) for name, arm in file.arms.items()}
+    for key, names in (("reference", (file.reference,)), ("adaptation_arms", file.adaptation_arms)):
         for name in names:
             if name not in arms:
                 raise ConfigError(f"{path}: {key} = {name!r} is not one of the arms {', '.join(arms)}")
-    if not 1 <= seeds <= MAX_SEEDS or trials < 0 or bool(trials) != bool(adapted):
+    if bool(file.adaptation_trials) != bool(file.adaptation_arms):
         raise ConfigError(
-            f"{path}: seeds = {seeds}, adaptation_trials = {trials}, adaptation_arms = {list(adapted)}: "
-            f"1 to {MAX_SEEDS} seeds are allowed, and adaptation needs both of its keys"
+            f"{path}: adaptation_trials = {file.adaptation_trials}, adaptation_arms = {list(file.adaptation_arms)}: "
+            "both or none is allowed"
         )
     configs = {name: arm.config(0) for name, arm in arms.items()}
     for name, config in configs.items():
         if config.run.mirror:
             raise ConfigError(f'{path}: arm {name}: run.mirror = {config.run.mirror!r} is one run\'s; "" is allowed')
-    check_same_panel(configs, reference, str(path))
-    return Study(path.stem, path, seeds, reference, arms, trials, adapted)
+    check_same_panel(configs, file.reference, str(path))
+    return Study(path.stem, path, file.seeds, file.reference, arms, file.adaptation_trials, file.adaptation_arms)
 
 
 def _arm(name: str, base: Path, folder: Path, common: list[tuple[str, Any]], values: dict[str, Any]) -> Arm:
     changes = dict(common) | dict(_flat({key: value for key, value in values.items() if key != "base"}))
     own = folder / str(values["base"]) if "base" in values else base
-    return Arm(name, own, tuple(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in changes.items()))
+    return Arm(
+        name,
+        own,
+        tuple(f"{key}={json.dumps(value, ensure_ascii=False, default=str)}" for key, value in changes.items()),
+    )
 
 
 def check_same_panel(configs: dict[str, Config], reference: str, where: str) -> None:

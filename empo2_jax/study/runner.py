@@ -1,19 +1,21 @@
 """`empo2 study`: what is missing is run, each run in its own process; one row per finished run; then tables and page.
 
 Rows are kept in `rows.jsonl`; a study that was stopped, or whose runs failed, goes on where it was. A run that fails
-is named and the others go on.
+is named and the others go on. A study's folder belongs to one process at a time and to one study file.
 """
 
 import shlex
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
 
 from empo2_jax.errors import ConfigError, DataError
 from empo2_jax.interrupts import stopped_by_sigterm
-from empo2_jax.metrics import JsonLines, Record, read_jsonl
+from empo2_jax.metrics import JsonLines, Record, read_jsonl, write_atomically
+from empo2_jax.run_record import RunLock
 from empo2_jax.study.base import Cell, Study, cells_of, load_study
 from empo2_jax.study.page import PAGE_FILE, write_page
 from empo2_jax.study.results import (
@@ -25,10 +27,10 @@ from empo2_jax.study.results import (
     read_results,
     write_results,
 )
-from empo2_jax.study.runs import Processes, claim, run_cell, train_command
+from empo2_jax.study.runs import Processes, run_cell, train_command
 from empo2_jax.study.tables import print_results
 
-ROWS_FILE = "rows.jsonl"
+ROWS_FILE, SOURCE_FILE = "rows.jsonl", "study.path"  # the latter names the study file that a folder belongs to
 
 
 def run_studies(
@@ -58,6 +60,7 @@ def run_studies(
 
     Raises:
         ConfigError: an argument that cannot work; nothing was run.
+        CheckpointError: a folder cannot be written, or another process is using it; nothing was run.
         DataError: some runs failed; everything else was run and written.
         Stopped: by SIGTERM, as by Ctrl-C: the runs were asked to stop and have saved what was complete.
     """
@@ -65,18 +68,21 @@ def run_studies(
         raise ConfigError(f"--jobs {jobs}: at least 1 is allowed")
     if check and len(paths) > 1:
         raise ConfigError(f"--check {check}: one study is allowed, not {len(paths)}")
-    studies = [load_study(path) for path in paths]
+    studies = _load(paths)
     grids = [cells_of(study, seeds, arms) for study in studies]
     committed = read_results(check) if check else None
     if committed and (count := len({cell.seed for cell in grids[0]})) < LEAST_SEEDS:
         raise ConfigError(f"--check needs at least {LEAST_SEEDS} seeds, not {count}: fewer have no interval")
     good, failed = True, []
-    for study, cells in zip(studies, grids, strict=True):
-        with stopped_by_sigterm(f"study {study.name}: stopped"):
-            results = _run(study, cells, out / study.name, jobs, shlex.join(command))
-        print_results(results)
-        good &= results.better if committed is None else _reproduced(committed, results)
-        failed += [f"study {study.name}: {reason}" for reason in results.failed]
+    with ExitStack() as stack:
+        for study in studies:
+            _claim(study, out / study.name, stack)
+        for study, cells in zip(studies, grids, strict=True):
+            with stopped_by_sigterm(f"study {study.name}: stopped"):
+                results = _run(study, cells, out / study.name, jobs, shlex.join(command))
+            print_results(results)
+            good &= results.better if committed is None else _reproduced(committed, results)
+            failed += [f"study {study.name}: {reason}" for reason in results.failed]
     if failed:
         more = f"; and {len(failed) - 3} more" if len(failed) > 3 else ""
         raise DataError(f"{'; '.join(failed[:3])}{more}; the same command runs what is missing")
@@ -86,8 +92,7 @@ def run_studies(
 def plan_lines(paths: Sequence[Path], out: Path, seeds: int | None, arms: tuple[str, ...]) -> list[str]:
     """What `run_studies` would run, without touching `out`."""
     lines = []
-    for path in paths:
-        study = load_study(path)
+    for study in _load(paths):
         cells = cells_of(study, seeds, arms)
         done = _finished(cells, out / study.name / ROWS_FILE)
         lines.append(f"study {study.name}: {len(cells)} runs, {len(done)} finished; {study.tested} − {study.reference}")
@@ -99,8 +104,30 @@ def plan_lines(paths: Sequence[Path], out: Path, seeds: int | None, arms: tuple[
     return lines
 
 
+def _load(paths: Sequence[Path]) -> list[Study]:
+    """The studies, no two of which would have one folder."""
+    studies: dict[str, Study] = {}
+    for study in map(load_study, paths):
+        if study.name in studies:
+            raise ConfigError(
+                f"{studies[study.name].path} and {study.path}: both are study {study.name!r}, and a folder holds one; "
+                "another file name is allowed"
+            )
+        studies[study.name] = study
+    return list(studies.values())
+
+
+def _claim(study: Study, folder: Path, stack: ExitStack) -> None:
+    """Lock the folder for this study. One whose file is gone may be gone on with by another file of that name."""
+    stack.enter_context(RunLock(folder))
+    source = folder / SOURCE_FILE
+    owner = Path(source.read_text(encoding="utf-8").strip()) if source.is_file() else study.path
+    if owner.is_file() and not owner.samefile(study.path):
+        raise ConfigError(f"{folder}: belongs to the study {owner}, not to {study.path}; use another --out")
+    write_atomically(source, f"{study.path.resolve()}\n")
+
+
 def _run(study: Study, cells: Sequence[Cell], out: Path, jobs: int, command: str) -> Results:
-    claim(out)
     log = JsonLines(out / ROWS_FILE)
     rows = _finished(cells, out / ROWS_FILE)
     missing = [cell for cell in cells if (cell.arm.name, cell.seed) not in rows]

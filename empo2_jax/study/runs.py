@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from empo2_jax.errors import ConfigError, DataError
+from empo2_jax.errors import DataError
 from empo2_jax.metrics import ADAPTATIONS_FILE, EVALUATIONS_FILE, Record, read_jsonl, read_metrics
 from empo2_jax.run_record import read_facts
 from empo2_jax.study.base import Cell
@@ -190,14 +190,3 @@ def _number(folder: Path, record: Record, key: str) -> float:
     if isinstance(value, int | float):
         return float(value)
     raise DataError(f"{folder}: iteration {record['iteration']} has no number `{key}` in metrics.jsonl")
-
-
-def claim(out: Path) -> None:
-    """Make the folder of a study; raises `ConfigError` when it cannot be written."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        probe = out / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ConfigError(f"--out {out}: cannot be written: {error.strerror}") from None

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -79,6 +80,23 @@ def test_help_and_a_missing_config_are_answered(name: str) -> None:
     done = run(*RUNS[name], SGLANG_MODEL="m")
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == f"{name}: CONFIG is missing"
+
+
+def test_the_toy_study_says_what_it_would_run(tmp_path: Path) -> None:
+    script = tmp_path / "launch/toy_study.sh"
+    script.parent.mkdir()
+    shutil.copy(ROOT / "launch/toy_study.sh", script)
+    arguments = (str(script), "--dry-run", "--seeds", "1")
+    commands = ["+ bash launch/setup.sh cpu --extras envs"]
+    commands += ["+ .venv/bin/empo2 study configs/studies/toy.toml --dry-run --seeds 1"]
+    assert run(*arguments).stdout.splitlines() == commands
+    empo2 = tmp_path / ".venv/bin/empo2"
+    empo2.parent.mkdir(parents=True)
+    empo2.write_text('#!/bin/sh\necho "summary of $*"\n')
+    empo2.chmod(0o755)
+    summary = "summary of study configs/studies/toy.toml --dry-run --seeds 1"
+    assert run(*arguments).stdout.splitlines() == [*commands, summary]
+    assert run(str(script), "--help").stdout.startswith("usage: ")
 
 
 def test_what_is_needed_is_named() -> None:

@@ -29,12 +29,21 @@ def test_the_toy_study_compares_what_the_readme_says() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('base = "base.toml"', "not a study: no seeds"),
+        ('base = "base.toml"', "not a study: seeds is missing"),
         ("base = ", "not a study: Invalid value"),
         ('base = "base.toml"\nseeds = 2\nreference = "b"\n[arms.a]', "not one of the arms a"),
         ('base = "base.toml"\nseeds = 2\nreference = "a"\nseed = 1\n[arms.a]', "unknown key `seed`"),
-        ('base = "base.toml"\nseeds = 0\nreference = "a"\n[arms.a]', "1 to 1000 seeds are allowed"),
-        ('base = "base.toml"\nseeds = 1\nreference = "a"\nadaptation_trials = 3\n[arms.a]', "needs both of its keys"),
+        ('base = "base.toml"\nseeds = 0\nreference = "a"\n[arms.a]', "seeds = 0: at least 1 is allowed"),
+        ('base = "base.toml"\nseeds = 1001\nreference = "a"\n[arms.a]', "seeds = 1001: at most 1000 is allowed"),
+        ('base = "base.toml"\nseeds = 2.5\nreference = "a"\n[arms.a]', "seeds = 2.5: a whole number is allowed"),
+        ('base = "base.toml"\nseeds = "3"\nreference = "a"\n[arms.a]', "seeds = '3': a whole number is allowed"),
+        ('base = "base.toml"\nseeds = 2\nreference = "a"\narms = 3', "arms = 3: a table of keys and values is allowed"),
+        ('base = "base.toml"\nseeds = 2\nreference = "a"\n[arms]', "arms = {}: a length of at least 1 is allowed"),
+        (
+            'base = "base.toml"\nseeds = 1\nreference = "a"\nadaptation_trials = 1.5\n[arms.a]',
+            "adaptation_trials = 1.5: a whole number is allowed",
+        ),
+        ('base = "base.toml"\nseeds = 1\nreference = "a"\nadaptation_trials = 3\n[arms.a]', "both or none is allowed"),
         ('base = "base.toml"\nseeds = 2\nreference = "a"\n[arms.a]\nalgorithm.p_memori = 0.1', "p_memory"),
         (
             'base = "base.toml"\nseeds = 2\nreference = "a"\n[common]\nrun.mirror = "s3://b/r"\n[arms.a]',

@@ -2,14 +2,17 @@
 
 import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from empo2_jax.checkpoint import CheckpointStore, RunLock
+from empo2_jax.checkpoint import CheckpointStore
 from empo2_jax.cli import main
-from empo2_jax.errors import ConfigError, DataError
+from empo2_jax.errors import CheckpointError, ConfigError, DataError
 from empo2_jax.metrics import Record, read_jsonl
+from empo2_jax.run_record import RunLock
 from empo2_jax.study import runner
 from empo2_jax.study.base import Cell
 from empo2_jax.study.page import PAGE_FILE
@@ -88,6 +91,40 @@ def test_several_studies_lie_side_by_side(tmp_path: Path, runs: Runs) -> None:
     assert {path.parent.name for path in tmp_path.glob(f"out/*/{RESULTS_FILE}")} == {"small", "second"}
 
 
+def test_a_folder_belongs_to_one_study_file(tmp_path: Path, runs: Runs) -> None:
+    first, out = make_study(tmp_path), tmp_path / "out"
+    (tmp_path / "other").mkdir()
+    second = make_study(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"small.toml and .*other/small.toml: both are study 'small', and a folder"):
+        runner.run_studies([first, second], out)
+    with pytest.raises(ConfigError, match="both are study 'small'"):
+        runner.plan_lines([first, first], out, None, ())
+    assert runs.cells == [] and not out.exists()
+    runner.run_studies([first], out, seeds=1)
+    with pytest.raises(
+        ConfigError, match=rf"out/small: belongs to the study {first}, not to {second}; use another --o"
+    ):
+        runner.run_studies([second], out, seeds=1)
+    assert len(runs.cells) == 2
+    first.rename(tmp_path / "moved.toml")
+    runner.run_studies([second], out, seeds=1)  # the same runs, from the file that is left
+    assert len(runs.cells) == 2
+
+
+def test_one_process_at_a_time_runs_a_study(tmp_path: Path, runs: Runs) -> None:
+    path, out = make_study(tmp_path), tmp_path / "out"
+    held = "import sys\nfrom pathlib import Path\nfrom empo2_jax.run_record import RunLock\n"
+    held += "with RunLock(Path(sys.argv[1])):\n    print('held', flush=True)\n    sys.stdin.read()\n"
+    command = [sys.executable, "-c", held, str(out / "small")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        with pytest.raises(CheckpointError, match="out/small: another process is using this directory"):
+            runner.run_studies([path], out)
+        assert runs.cells == []
+        other.communicate("")
+    assert runner.run_studies([path], out)
+
+
 def test_a_check_names_the_cell_that_differs(tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     path, committed = make_study(tmp_path), tmp_path / "committed.json"
     runner.run_studies([path], tmp_path / "out")
@@ -122,7 +159,7 @@ def test_what_cannot_work_is_refused_before_anything_is_run(tmp_path: Path, runs
             runner.run_studies([path], tmp_path / "new", **choice)
     with pytest.raises(ConfigError, match=r"--check .*: one study is allowed, not 2"):
         runner.run_studies([path, path], out, check=committed)
-    with pytest.raises(ConfigError, match=r"--out .*: cannot be written: Not a directory"):
+    with pytest.raises(CheckpointError, match=r"file/out/small: cannot be written: Not a directory"):
         runner.run_studies([path], tmp_path / "file/out")
     with pytest.raises(DataError, match="not the results"):
         (tmp_path / "x.json").write_text("{}")
