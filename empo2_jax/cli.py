@@ -204,7 +204,7 @@ def _train(options: argparse.Namespace) -> int:
         with uninterrupted():
             from empo2_jax import dry_run, fork
         source = fork.parse_source(options.source) if options.source else None
-        changed = fork.check_fork(*source, config)["changed"] if source else {}
+        changed = fork.check_fork(*source, config, options.resume)["changed"] if source else {}
         dry_run.refuse(config, member.processes if member else 1)
         print("\n".join([dump_toml(config), *dry_run.lines(config)]))
         print("".join(f"changed by the fork: {key} {old} → {new}\n" for key, (old, new) in changed.items()), end="")
@@ -212,11 +212,13 @@ def _train(options: argparse.Namespace) -> int:
     with uninterrupted():
         from empo2_jax import baselines, fork, trainer
     distributed.initialize(member, limit_s=options.start_timeout)
+    resume = options.resume
     if options.source:
         source = fork.parse_source(options.source)
-        distributed.current().first(lambda: str(fork.fork(*source, config)), "fork")
+        distributed.current().first(lambda: str(fork.fork(*source, config, resume)), "fork")
+        resume = "auto" if resume == "never" else resume  # a new fork has the checkpoint that it goes on from
     run = trainer.run if config.algorithm.learns else baselines.run
-    run_dir = run(config, resume=options.resume, command=["empo2", *options.arguments])
+    run_dir = run(config, resume=resume, command=["empo2", *options.arguments])
     print(f"report: {run_dir / 'report.html'}")
     return 0
 

@@ -53,13 +53,14 @@ def changed_keys(source: Path, config: Config) -> dict[str, list[Any]]:
     return changed
 
 
-def check_fork(source: Path, step: int | None, config: Config) -> dict[str, Any]:
+def check_fork(source: Path, step: int | None, config: Config, resume: str = "auto") -> dict[str, Any]:
     """What `fork.json` will say, or says already: run, step, hash of the checkpoint, changed keys; nothing is written.
 
     Args:
         source: Run directory.
         step: Checkpoint; None for the newest good one.
         config: Of the fork.
+        resume: As `trainer.run` takes it; `never` refuses a fork that is there already.
 
     Raises:
         CheckpointError: no such checkpoint, it does not verify, or the run directory of `config` holds something else.
@@ -78,18 +79,20 @@ def check_fork(source: Path, step: int | None, config: Config) -> dict[str, Any]
     origin = {"run": str(source.resolve()), "step": chosen}
     if made and {key: made[key] for key in origin} != origin:
         raise CheckpointError(f"{target}: a fork of {made['run']}@{made['step']}; use another run.dir")
+    if made and resume == "never":
+        raise CheckpointError(f"{target}: is this fork already; use --resume auto or another run.dir")
     if not made and target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target}: not empty; use another run.dir for the fork")
     return made or {**origin, "hash": store.content_hash(chosen), "changed": changed}
 
 
-def fork(source: Path, step: int | None, config: Config) -> Path:
+def fork(source: Path, step: int | None, config: Config, resume: str = "auto") -> Path:
     """Make the run directory of `config` from a checkpoint of `source`; a fork that is there already stays as it is.
 
     Raises:
         Empo2Error: as `check_fork`.
     """
-    target, record = config.run_dir, check_fork(source, step, config)
+    target, record = config.run_dir, check_fork(source, step, config, resume)
     if (target / FORK_FILE).is_file():
         return target
     draft = target.with_name(f".{target.name}.fork")

@@ -75,6 +75,20 @@ def test_the_newest_checkpoint_is_taken_and_the_same_command_goes_on(source: Pat
         fork(source, 1, config)
 
 
+def test_a_fork_that_is_there_is_refused_where_nothing_may_be_resumed(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "fork"
+    config = config_of(source, target)
+    assert fork(source, 1, config, "never") == target
+    message = f"{target}: is this fork already; use --resume auto or another run.dir"
+    with pytest.raises(CheckpointError, match=message):
+        fork(source, 1, config, "never")
+    arguments = ["train", str(source / "config.toml"), "--run.dir", str(target), "--from", f"{source}@1"]
+    assert main([*arguments, "--dry-run", "--resume", "never"]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_dry_run_names_the_changes_and_refuses_what_the_run_refuses(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -274,7 +274,9 @@ def test_a_fork_trains_on_with_its_keys_changed(toy_run: Path, tmp_path: Path) -
     fork, again = tmp_path / "fork", tmp_path / "again"
     assert main([*train_arguments(again), "--from", f"{toy_run}@1"]) == 0
     assert content_hash(again) == content_hash(toy_run), "a fork without changes is the run"
-    assert main([*train_arguments(fork), "--from", f"{toy_run}@1", "--update.learning_rate", "1e-3"]) == 0
+    changed = [*train_arguments(fork), "--from", f"{toy_run}@1", "--update.learning_rate", "1e-3", "--resume", "never"]
+    assert main(changed) == 0
+    assert main(changed) == 2  # the fork is there now
     assert content_hash(fork) != content_hash(toy_run)
     first, second = read_metrics(fork)
     assert untimed([first]) == untimed(read_metrics(toy_run)[:1]) and second["actor/lr"] == 1e-3
