@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from empo2_jax.errors import ConfigError
+from empo2_jax.errors import ConfigError, EngineError
 from empo2_jax.models.hf_folder import read_json
 from empo2_jax.models.qwen2_config import Qwen2Config
 from empo2_jax.randomness import uniform
@@ -45,8 +45,24 @@ class Member:
     nurse: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
+async def unfit(members: Iterable[Member], model: Qwen2Config, length: int) -> dict[Member, ConfigError]:
+    """Those that `check_server` refuses, with the reason; one that does not answer will fail its load."""
+    found: dict[Member, ConfigError] = {}
+
+    async def one(member: Member) -> None:
+        try:
+            await check_server(member.server, model, length)
+        except ConfigError as error:
+            found[member] = error
+        except EngineError:
+            return
+
+    await asyncio.gather(*map(one, members))
+    return found
+
+
 async def check_server(server: SglangServer, model: Qwen2Config, length: int) -> None:
-    """Before its first weights: is it a server of this model, with room for episodes of `length` tokens?
+    """Before weights are loaded into it, which may be another one than last time: is it a server of this model, with room for episodes of `length` tokens?
 
     A real server dies of weights of other shapes, so the model's folder that it names is compared, where it can be seen
     from here.

@@ -22,9 +22,9 @@ from empo2_jax.errors import Empo2Error, EngineError
 from empo2_jax.models.qwen2_config import Qwen2Config
 from empo2_jax.rollout.base import Completion, Request
 from empo2_jax.rollout.sglang_client import SglangServer
-from empo2_jax.rollout.sglang_member import MAX_DELAY_S, Member, PoolSettings, check_server, stop
+from empo2_jax.rollout.sglang_member import MAX_DELAY_S, Member, PoolSettings, check_server, stop, unfit
 from empo2_jax.rollout.sglang_replies import Busy, Denied, Lost, ServerFault, Stale, Unspeakable, accept
-from empo2_jax.rollout.weights import Bundle, Outcome, Validate, check_canary, install, rest
+from empo2_jax.rollout.weights import Bundle, Outcome, Validate, install, rest, serves
 
 PATROL_S = 2.0
 MAX_RELOADS = 2  # of one version into one server that failed with it
@@ -99,8 +99,10 @@ class ServerPool:
             await stop(self._nurses())
             self._alone_since = time.monotonic()
             up = await self._answering()
-            if self.current is None:
-                await asyncio.gather(*(check_server(member.server, self._model, self._max_length) for member in up))
+            strange = await unfit(up, self._model, self._max_length)
+            if strange and self.current is None:
+                raise next(iter(strange.values()))
+            up = [member for member in up if member not in strange]
             outcome = await self._install(up, bundle)
             denied = [error for error in outcome.failures.values() if isinstance(error, Denied)]
             if denied:
@@ -117,7 +119,8 @@ class ServerPool:
                 if member in good:
                     self._admit(member)
                 else:
-                    self._take_out(member, outcome.failures.get(member.server), unsound=member in unsound)
+                    reason = outcome.failures.get(member.server) or strange.get(member)
+                    self._take_out(member, reason, unsound=member in unsound)
         finally:
             self._open.set()
         if self._shared and self._patrol is None:
@@ -136,7 +139,7 @@ class ServerPool:
 
         async def one(member: Member) -> None:
             try:
-                fault = None if await self._unharmed(member.server) else Stale(f"{member.server.url}: other weights")
+                fault = None if await serves(member.server, bundle) else Stale(f"{member.server.url}: other weights")
             except EngineError as error:
                 fault = error
             self._take_out(member, fault) if fault else self._admit(member)
@@ -278,7 +281,7 @@ class ServerPool:
         member.ready, member.reason = True, ""
         self._some_ready.set()
 
-    def _take_out(self, member: Member, error: EngineError | None, *, unsound: bool = False) -> None:
+    def _take_out(self, member: Member, error: Empo2Error | None, *, unsound: bool = False) -> None:
         """Send no more requests to it and begin to nurse it; `unsound`: its weights may be anything."""
         if member.ready:
             self.counts["taken_out"] += 1
@@ -295,15 +298,19 @@ class ServerPool:
     async def _nurse(self, member: Member, unsound: bool) -> None:
         """Bring a member back; gives up on this version after `MAX_RELOADS` loads that failed."""
         failed = 0
+        assert self.current is not None
         for attempt in itertools.count():
             await asyncio.sleep(self._settings.delay_s(member.server.url, attempt))
             try:
                 if not await member.server.ready():
                     continue
-                if not (unsound and self._leads) and await self._unharmed(member.server):
+                await check_server(member.server, self._model, self._max_length)
+                if not (unsound and self._leads) and await serves(member.server, self.current):
                     return self._admit(member)
-            except EngineError as error:
-                member.reason = f"is not back: {error}"
+            except Empo2Error as error:
+                if (reason := f"is not back: {error}") != member.reason:
+                    _log.warning("%s %s", member.server.url, reason)
+                member.reason = reason
                 continue
             if not self._leads:
                 member.reason = "has not got the weights from the first process yet"
@@ -316,17 +323,6 @@ class ServerPool:
                 unsound, failed = True, failed + 1
             if failed == MAX_RELOADS:
                 return _log.warning("%s %s; it waits for the next version", member.server.url, member.reason)
-
-    async def _unharmed(self, server: SglangServer) -> bool:
-        """Whether it still serves the current weights."""
-        assert self.current is not None
-        if await server.version() != self.current.label:
-            return False
-        try:
-            await check_canary(server, self.current, Outcome())
-        except Stale:
-            return False
-        return True
 
     async def _reload(self, member: Member, unsound: bool) -> None:
         """Load the current weights; where those it has are in doubt, first the ones that were good before."""

@@ -129,6 +129,17 @@ async def check_canary(server: SglangServer, bundle: Bundle, outcome: Outcome) -
         )
 
 
+async def serves(server: SglangServer, bundle: Bundle) -> bool:
+    """Whether a server, as it is, serves `bundle`."""
+    if await server.version() != bundle.label:
+        return False
+    try:
+        await check_canary(server, bundle, Outcome())
+    except Stale:
+        return False
+    return True
+
+
 async def rest(server: SglangServer, label: str) -> None:
     """Let a server that serves `label` give its memory back.
 

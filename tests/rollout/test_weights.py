@@ -65,7 +65,7 @@ def test_a_load_pauses_updates_flushes_reads_back_continues_and_scores(engine, s
     for server in servers:
         paths = [path for path, _ in server.calls]
         assert paths == [
-            *("/ready", "/model_info", "/pause_generation", UPDATE, "/flush_cache", "/model_info"),
+            *("/ready", "/server_info", "/model_info", "/pause_generation", UPDATE, "/flush_cache", "/model_info"),
             *("/weights_checker", "/continue_generation", "/generate"),
         ]
         body = dict(server.calls)[UPDATE]
