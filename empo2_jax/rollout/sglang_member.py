@@ -62,7 +62,9 @@ async def unfit(members: Iterable[Member], model: Qwen2Config, length: int) -> d
 
 
 async def check_server(server: SglangServer, model: Qwen2Config, length: int) -> None:
-    """Before weights are loaded into it, which may be another one than last time: is it a server of this model, with room for episodes of `length` tokens?
+    """Before weights are loaded: is it a server of this model, with room for episodes of `length` tokens?
+
+    It may be another one than the last time.
 
     A real server dies of weights of other shapes, so the model's folder that it names is compared, where it can be seen
     from here.
