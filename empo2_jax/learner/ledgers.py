@@ -77,7 +77,7 @@ def fill(
     ]
     stale = {index for index, episode in enumerate(episodes) if policy_version not in (None, episode.policy_version)}
     metrics = _gaps(rows, own, acting, bare, stale)
-    return filled, metrics | _drift(filled, acting, stale, correction_cap)
+    return filled, metrics | _drift(filled, own, acting, stale, correction_cap)
 
 
 def _conditioned(
@@ -100,9 +100,15 @@ def _conditioned(
     return own, transfer(tipped, seen, rows, own), bare
 
 
-def _drift(rows: Sequence[Row], acting: Values, stale: set[int], cap: float | None) -> dict[str, float]:
+def _acting_known(row: Row, mine: np.ndarray, acts: np.ndarray) -> bool:
+    """Whether `acts` is under the prompt that the row acted with; where nobody asked for that it is `mine`."""
+    return row.mode != Mode.OFF_POLICY or acts is not mine
+
+
+def _drift(rows: Sequence[Row], own: Values, acting: Values, stale: set[int], cap: float | None) -> dict[str, float]:
     """How far the policy has moved from the weights that sampled the `stale` episodes, under the prompts they saw."""
-    moved = [(row, acts) for row, acts in zip(rows, acting, strict=True) if row.episode in stale]
+    pairs = [pair for pair in zip(rows, own, acting, strict=True) if pair[0].episode in stale and _acting_known(*pair)]
+    moved = [(row, acts) for row, _, acts in pairs]
     if not moved:
         return {}
     gaps = np.concatenate([(row.behavior_logprobs - acts)[row.loss_mask] for row, acts in moved])
@@ -116,12 +122,15 @@ def _drift(rows: Sequence[Row], acting: Values, stale: set[int], cap: float | No
 
 
 def _gaps(rows: Sequence[Row], own: Values, acting: Values, bare: Values, stale: set[int]) -> dict[str, float]:
-    """Engine against trainer where both have seen one prompt under the same weights; tips against no tips."""
+    """Engine against trainer where both have seen one prompt under the same weights; tips against no tips alike.
+
+    What a stale row was sampled with differs by the weights too, so there only the trainer's own two log-probs count.
+    """
     same, off, on_memory = [], [], []
     for row, mine, acts, trunk in zip(rows, own, acting, bare, strict=True):
-        if row.episode not in stale and (row.mode != Mode.OFF_POLICY or acts is not mine):
+        if row.episode not in stale and _acting_known(row, mine, acts):
             same.append((row.behavior_logprobs - acts)[row.loss_mask])
-        if row.mode == Mode.OFF_POLICY:
+        if row.mode == Mode.OFF_POLICY and (row.episode not in stale or _acting_known(row, mine, acts)):
             off.append(((row.behavior_logprobs if acts is mine else acts) - mine)[row.loss_mask])
         if row.branches:
             on_memory.append((mine - trunk)[row.loss_mask])

@@ -127,3 +127,18 @@ def test_older_weights_are_corrected_by_the_engine_s_log_probs_and_are_no_gap(ca
         assert rows[1].rollout_weight is not None
         np.testing.assert_allclose(rows[1].rollout_weight[rows[1].loss_mask], [np.exp(0.5), 2.0], rtol=1e-6)
         assert metrics["staleness/capped"] == 0.5
+
+
+@pytest.mark.parametrize("denominator", ["student", "behavior"])
+def test_what_older_weights_sampled_with_tips_is_no_measure_of_the_tips(denominator: str):
+    """Behind are all three modes; without the acting prompt's log-probs nothing tells tips from older weights."""
+    _, metrics = filled(denominator, None, policy_version=make_episode().policy_version + 1)
+    assert not [name for name in metrics if name.startswith("mismatch")]
+    behavior = np.array([-0.1, -0.11, -0.2])
+    under = [(BARE, TIPPED)[mode != Mode.ON_POLICY] * np.array([1, 1, 2]) for mode in Mode]
+    known = under if denominator == "behavior" else under[: Mode.OFF_POLICY]
+    assert metrics["staleness/kl"] == pytest.approx(np.mean([behavior - values for values in known]))
+    if denominator == "student":
+        assert "empo2/off/kl_tips_vs_bare" not in metrics
+    else:
+        assert metrics["empo2/off/kl_tips_vs_bare"] == pytest.approx((TIPPED - BARE) * np.mean([1, 1, 2]))
