@@ -107,6 +107,7 @@ class Served:
     weight_version: str = "default"
     labels: list[str] = field(default_factory=list)  # of the weights by their number
     draining: bool = False
+    holds_weights: bool = True  # False from giving their memory back to the next load
 
     def __post_init__(self) -> None:
         self.labels.append(self.weight_version)
@@ -295,7 +296,10 @@ async def _update(request: Request, body: bytes) -> Response:
                 served.batcher.abort(lambda rid: True)
             await _wait(served.batcher.call(lambda: _install(served, weights, asked), when_idle=True))
         except Empo2Error as error:
-            message = f"weights not updated, the old ones are served: {' '.join(str(error).split())}"
+            kept = (
+                "the old ones are served" if served.holds_weights else "and the old ones were given back: none is there"
+            )
+            message = f"weights not updated, {kept}: {' '.join(str(error).split())}"
             return JSONResponse({"success": False, "message": message, "error": {"message": message}}, 400)
     message = f"serving {asked.model_path} as version {served.weight_version}"
     return JSONResponse({"success": True, "message": message, "num_paused_requests": served.batcher.running})
@@ -312,6 +316,7 @@ def _install(served: Served, weights: Any, asked: UpdateBody) -> None:
     served.install(weights, len(served.labels))
     served.labels.append(label)
     served.weight_version = label
+    served.holds_weights = True
 
 
 @_with_body
@@ -338,7 +343,9 @@ async def _check_weights(request: Request, body: bytes) -> Response:
 
 @_with_body
 async def _release_memory(request: Request, body: bytes) -> Response:
-    await _wait(_served(request).batcher.release_memory(parse(MemoryBody, body).tags or MEMORY_PARTS))
+    served, parts = _served(request), parse(MemoryBody, body).tags or MEMORY_PARTS
+    await _wait(served.batcher.release_memory(parts))
+    served.holds_weights &= "weights" not in parts
     return JSONResponse(None)
 
 

@@ -241,6 +241,22 @@ def test_a_label_memory_and_checksums_are_told_and_changed(served):
     talk(served, conversation)
 
 
+def test_a_load_that_fails_says_which_weights_are_left(served):
+    async def conversation(client):
+        async def said():
+            return (await client.post("/update_weights_from_disk", json={"model_path": "bad"})).json()["message"]
+
+        await client.post("/release_memory_occupation", json={"tags": ["kv_cache"]})
+        assert (await said()).startswith("weights not updated, the old ones are served: bad: ")
+        await client.post("/release_memory_occupation", json={"tags": ["weights"]})
+        await client.post("/resume_memory_occupation", json={})
+        assert (await said()).startswith("weights not updated, and the old ones were given back: none is there: bad: ")
+        assert (await client.post("/update_weights_from_disk", json={"model_path": "good"})).status_code == 200
+        assert (await said()).startswith("weights not updated, the old ones are served: bad: ")
+
+    talk(served, conversation)
+
+
 def test_a_draining_or_broken_server_says_so(served):
     async def conversation(client):
         served.draining = True
