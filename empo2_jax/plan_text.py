@@ -80,13 +80,15 @@ def _memory(plan: Plan, config: Config) -> Iterator[tuple[str, int, str]]:
         yield "reference", plan.reference, "f32 weights of the start, for the KL"
     if plan.engine:
         whole = ", all of them: a process samples on its first device" if plan.processes > 1 else ""
-        yield "engine", plan.engine, f"f32 weights{whole}"
-    yield "new weights", plan.loading, "while the engine takes them, when gradients are gone"
+        yield "engine", plan.engine, f"f32 weights{whole}{', given back during updates' if plan.released else ''}"
+    if plan.loading:
+        yield "new weights", plan.loading, "while the engine takes them, when gradients are gone"
     yield "temporaries", plan.temporaries, f"upper estimate ({source})"
     yield "peak", plan.peak, f"of {plan.chip.memory_gib:.2f}"
     if plan.kv:
         slots = f"{config.rollout.slots} slots, {plan.kv_tokens:,} tokens"
-        yield "KV room", plan.kv_room, f"{slots}, need {plan.kv / GIB:.2f} (sampling twice that)"
+        when = ", during updates too" if plan.overlaps else ", nothing during updates" if plan.released else ""
+        yield "KV room", plan.kv_room, f"{slots}, need {plan.kv / GIB:.2f} (sampling twice that{when})"
 
 
 def _published(plan: Plan, config: Config) -> Iterator[str]:
@@ -107,6 +109,11 @@ def _hints(plan: Plan, config: Config) -> Iterator[str]:
         other = preset(changed, *model, plan.chip, plan.devices, processes=plan.processes)
         if other and other.fits:
             yield f"or: update.offload_moments = true with model.mesh = {list(other.mesh)}"
+            found += 1
+    if plan.engine and not (plan.released or plan.overlaps):
+        changed = config.model_copy(update={"rollout": config.rollout.model_copy(update={"release_memory": True})})
+        if plan_on(changed, *model, plan.chip, plan.mesh, processes=plan.processes).fits:
+            yield "or: rollout.release_memory = true"
             found += 1
     same = preset(config, *model, plan.chip, plan.devices, processes=plan.processes)
     if same and same.fits:

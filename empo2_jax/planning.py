@@ -54,8 +54,10 @@ class Plan:
     trained: int  # part of them that has gradients and moments
     moments: int
     reference: int  # weights at the start of RL, for the KL
-    engine: int  # the engine's weights while updates run
+    engine: int  # the engine's weights while it samples
     loading: int  # more while the engine takes new ones
+    released: bool  # the engine's weights and cache are given back while updates run
+    overlaps: bool  # the engine samples while updates run
     batch: int
     temporaries: int
     compiled: bool  # temporaries are the compiler's, not the formula's
@@ -80,29 +82,36 @@ class Plan:
 
     @property
     def held(self) -> int:
-        """On the device between rollout and update."""
+        """On the device while the engine samples, without its cache."""
         return self.weights + self.reference + self.engine + (0 if self.offload else self.moments)
 
     @property
-    def peak(self) -> int:
-        """Most memory at once, without the cache: a gradient is added or applied, or the engine takes new weights."""
+    def updating(self) -> int:
+        """Most memory of an update, without the cache: a gradient is added or applied."""
         brought = self.moments if self.offload else 0
-        return self.held + max(
-            self.trained + self.batch + self.temporaries,
-            self.trained + self.trained * 3 // 2 + brought,
-            self.loading,
-        )
+        adding, applying = self.batch + self.temporaries, self.trained * 3 // 2 + brought
+        return self.held - (self.engine if self.released else 0) + self.trained + max(adding, applying)
+
+    @property
+    def peak(self) -> int:
+        """Most memory at once, without the cache: of an update, or while the engine takes new weights."""
+        return max(self.updating, self.held + self.loading)
 
     @property
     def kv_room(self) -> int:
-        """Left for the cache of an engine in the same process, which sampling needs twice (what it reads is a copy)."""
+        """Left for the cache of an engine in the same process, which sampling needs twice (what it reads is a copy).
+
+        It lies there during updates unless it is given back; where the engine samples then, it needs it twice.
+        """
         memory = int(self.chip.memory)
-        return min(memory - self.peak, (memory - self.held) // 2)
+        beside = memory - self.held - self.loading
+        sampling = (memory - (max(self.held, self.updating) if self.overlaps else self.held)) // 2
+        return min(beside, sampling, memory if self.released else memory - self.updating)
 
     @property
     def fits(self) -> bool:
         """Whether the update and the cache of the configured slots fit."""
-        return self.kv <= self.kv_room
+        return self.peak <= self.chip.memory and self.kv <= self.kv_room
 
     @property
     def seconds(self) -> float:
@@ -240,8 +249,11 @@ def plan_on(
         moments=2 * trained,
         reference=trained if config.algorithm.kl_coefficient > 0 else 0,
         engine=served if colocated else 0,
-        # Servers: what is handed over, and it rounded for the canary or cast for the files.
-        loading=served if colocated else 2 * served,
+        # Two generations, unless the old one was given back. Servers: what is handed over, and it rounded for the
+        # canary or cast for the files.
+        loading=(0 if rollout.release_memory else served) if colocated else 2 * served,
+        released=colocated and rollout.release_memory,
+        overlaps=colocated and rollout.max_staleness > 0,
         batch=tokens * sum(dtype.itemsize for dtype in BATCH_FIELDS.values()) + 2 * 4 * work.room,
         temporaries=temporary_bytes(shape, mesh, *largest, config.model.remat, lora),
         compiled=False,
@@ -327,6 +339,11 @@ def make_plan(
         raise ConfigError(f"--devices {devices} --share {share}: at least 1 device and a share in (0, 1] are allowed")
     if processes < 1 or devices % processes:
         raise ConfigError(f"--processes {processes}: a divisor of the {devices} devices is allowed")
+    if config.rollout.max_staleness and (processes > 1 or (devices > 1 and config.rollout.engine == "jax")):
+        raise ConfigError(
+            f"--devices {devices} --processes {processes} with rollout.max_staleness = {config.rollout.max_staleness}: "
+            'one process is allowed, and one device unless rollout.engine = "sglang"'
+        )
     if mesh != UNSET and math.prod(mesh) != devices:
         raise ConfigError(
             f"model.mesh = {list(mesh)} has {math.prod(mesh)} devices, --devices says {devices}; leave one of them out "

@@ -53,6 +53,26 @@ def test_a_plan_that_does_not_fit_says_what_would() -> None:
     assert any(hint.startswith("  or: 4 × h200 with model.mesh = ") for hint in hints)
 
 
+def test_phases_of_the_engine_are_told() -> None:
+    for key, engine, cache in (
+        ("rollout.release_memory=true", "f32 weights, given back during updates", "nothing during updates)"),
+        ("rollout.max_staleness=1", "f32 weights", "during updates too)"),
+    ):
+        config = load_config(SEVEN, ["model.mesh=[1,1,1]", "model.path='Qwen/Qwen2.5-0.5B-Instruct'", key])
+        text = lines(make_plan(config, "a100-40", 1), config)
+        assert any(line.endswith(engine) for line in text) and any(line.endswith(cache) for line in text)
+        assert any("new weights" in line for line in text) == ("staleness" in key)
+
+
+def test_giving_memory_back_is_a_hint_where_it_helps() -> None:
+    config = load_config(SEVEN, ["model.mesh=[1,1,1]", "model.path='Qwen/Qwen2.5-1.5B-Instruct'"])
+    plan = make_plan(config, "a100-40", 1)
+    text = lines(plan, config)
+    released = config.model_copy(update={"rollout": config.rollout.model_copy(update={"release_memory": True})})
+    assert not plan.fits
+    assert ("  or: rollout.release_memory = true" in text) == make_plan(released, "a100-40", 1).fits
+
+
 def test_a_plan_for_servers_says_what_lies_elsewhere() -> None:
     config = load_config(SEVEN, ["rollout.engine='sglang'", "rollout.servers=['http://a']"])
     text = "\n".join(lines(make_plan(config, "a100-40"), config))

@@ -135,6 +135,34 @@ def test_a_plan_by_hand() -> None:
     assert plan.sampling == pytest.approx(2 * 2 * ((2 * plan.weights + plan.kv / 2) / 3.35e12 + plan.weights / 450e9))
 
 
+def test_what_is_given_back_during_updates_is_not_there_then() -> None:
+    config = small(rollout={**SMALL_RUN["rollout"], "release_memory": True})
+    plain, plan = (plan_on(one, "small", SMALL, HARDWARE["h100"], (1, 1, 1)) for one in (small(), config))
+    weights, moments, memory = plan.weights, plan.moments, 80_000_000_000
+    assert plan.updating == plan.peak == 2 * weights + moments + plan.batch + plan.temporaries  # theirs and gradients
+    assert plain.updating - plan.updating == weights
+    light = dataclasses.replace(plan, temporaries=0, batch=0, trained=0, moments=0)
+    assert light.peak == 2 * weights, "the engine takes new weights and has no old ones"
+    assert plan.kv_room == plain.kv_room == (memory - 2 * weights - moments) // 2
+    tight = dataclasses.replace(plan, temporaries=memory - 3 * weights - moments - plan.batch)
+    assert tight.fits and tight.kv_room == plan.kv_room, "the cache is not there during updates"
+    assert dataclasses.replace(tight, released=False).kv_room == 0
+    assert not dataclasses.replace(tight, temporaries=tight.temporaries + weights + 1).fits
+
+
+def test_an_engine_that_samples_during_updates_needs_its_room_then() -> None:
+    config = small(rollout={**SMALL_RUN["rollout"], "max_staleness": 1})
+    plan = plan_on(config, "small", SMALL, HARDWARE["h100"], (1, 1, 1))
+    assert plan.updating == 3 * plan.weights + plan.moments + plan.batch + plan.temporaries
+    assert plan.kv_room == (80_000_000_000 - plan.updating) // 2
+    room = 80_000_000_000 - plan.updating + plan.temporaries - plan.kv
+    tight = dataclasses.replace(plan, temporaries=room)  # the cache fits once beside an update, and not twice
+    assert not tight.fits and dataclasses.replace(tight, overlaps=False).fits
+    seven = load_config(SEVEN, ["model.mesh=[1,1,1]", "rollout.max_staleness=1"])
+    with pytest.raises(ConfigError, match=r"--devices 8 --processes 1 with rollout.max_staleness = 1: one process is"):
+        make_plan(seven, "h100", 8)
+
+
 def test_a_plan_with_adapters_by_hand() -> None:
     full, mesh = small(), (1, 2, 1)
     lora = small(lora={"enabled": True, "rank": 2, "targets": ["q_proj", "down_proj"]})
