@@ -15,7 +15,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -151,6 +152,15 @@ class Gang:
     def writes(self) -> bool:
         """Whether this process writes the run directory."""
         return self.process == 0
+
+    @contextmanager
+    def patient(self, limit_s: float) -> Generator[None, None, None]:
+        """Wait for the others at least so long, where one does what may take longer than all else."""
+        before, self.limit_s = self.limit_s, max(self.limit_s, limit_s)
+        try:
+            yield
+        finally:
+            self.limit_s = before
 
     def exchange(self, payload: bytes, what: str) -> list[bytes]:
         """Everybody's payload, in the order of the processes; `what` is said when one does not come.

@@ -1,9 +1,9 @@
 """A run directory elsewhere: snapshots on any fsspec storage (s3://, gs://, file://), taken after every checkpoint.
 
 The run itself stays on the local disk, where renames are atomic. A snapshot is the whole directory: every file is an
-object named by its SHA-256 (what did not change is not sent again), and `snapshots/<n>.json`, written last, names them
-all. So a snapshot is there in full or not at all. A run that starts in an empty directory takes the newest one over,
-every file checked; a directory that was taken over by another may not go on with it.
+object named by its SHA-256, and `snapshots/<n>.json`, written last, names them all. So a snapshot is there in full or
+not at all, and what did not change is neither read nor sent again. A run that starts in an empty directory takes the
+newest one over, every file checked; a directory that was taken over by another may not go on with it.
 
 Sending is a process of its own, since storage clients hang, raise anything and dislike other threads: a storage that is
 down costs a warning and is tried again. Keys and addresses are the environment's (AWS_*, GOOGLE_*, FSSPEC_*).
@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Set
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import IO, Any
@@ -33,11 +33,13 @@ from empo2_jax.errors import CheckpointError, ConfigError, Empo2Error
 from empo2_jax.metrics import write_atomically
 
 STATE = ".mirror.json"  # which snapshots this directory may follow
+READ = ".mirror.read.json"  # checksums of files that were read before
 LINKS = ".mirror"  # the files of the snapshot that is being sent
 KEPT = 2  # snapshots; a reader may be at the one before the last
 POLL_S = 1.0
 AGAIN_S = 60.0  # after a failure
 LIMIT_S = 3600.0  # for one snapshot; the end of a run may wait for two
+SETTLED_NS = 2 * 10**9  # a file that changed later than this before it was read may change again unseen
 CHUNK = 1 << 22
 _CHECKPOINTS = "checkpoints"
 
@@ -130,7 +132,9 @@ def push(run_dir: Path, url: str) -> int | None:
             _check_owner(newest, state, url)
         shutil.rmtree(run_dir / LINKS, ignore_errors=True)
         try:
-            files = storage.send(_linked(run_dir))
+            read = _Checksums(run_dir / READ)
+            files = storage.send(_linked(run_dir), read)
+            read.save(files.keys())
         finally:
             shutil.rmtree(run_dir / LINKS, ignore_errors=True)
         storage.commit({"number": number, "token": state["token"], "step": _steps(run_dir)[-1], "files": files})
@@ -168,6 +172,34 @@ def fetch(run_dir: Path, url: str) -> int | None:
         return newest["step"]
 
 
+class _Checksums:
+    """Checksums by name of files that were read: the same size, time of change and inode mean the same content."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._known: dict[str, list[Any]] = read_json(path) if path.is_file() else {}
+        self._now = time.time_ns()
+
+    def get(self, name: str, stat: os.stat_result) -> str | None:
+        """The checksum of a file, None if it has to be read."""
+        digest, *state = self._known.get(name, [None])
+        return digest if state == _state_of(stat) else None
+
+    def put(self, name: str, before: os.stat_result, after: os.stat_result, digest: str) -> None:
+        """Keep a checksum, unless the file changed while it was read or just before."""
+        if _state_of(before) == _state_of(after) and before.st_mtime_ns < self._now - SETTLED_NS:
+            self._known[name] = [digest, *_state_of(before)]
+
+    def save(self, names: Set[str]) -> None:
+        """Write those of `names`; others are gone."""
+        kept = {name: known for name, known in self._known.items() if name in names}
+        write_atomically(self._path, json.dumps(kept) + "\n")
+
+
+def _state_of(stat: os.stat_result) -> list[int]:
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ino]
+
+
 class _Storage:
     """The two folders behind a URL."""
 
@@ -189,13 +221,16 @@ class _Storage:
             return None
         return snapshot if isinstance(snapshot, dict) and snapshot.pop("seal", None) == _seal(snapshot) else None
 
-    def send(self, files: Mapping[str, tuple[Path, int]]) -> dict[str, list[Any]]:
-        """Send what is not there; returns checksum and size of every file."""
+    def send(self, files: Mapping[str, tuple[Path, os.stat_result]], read: _Checksums) -> dict[str, list[Any]]:
+        """Send what is not there; returns checksum and size of every file. What `read` knows is not read."""
         there, sent = self._sizes(self._objects), {}
         self._fs.makedirs(self._objects, exist_ok=True)
-        for name, (path, size) in files.items():
-            with path.open("rb") as file:
-                digest, found = self._send(file, size, there)
+        for name, (path, stat) in files.items():
+            digest, found = read.get(name, stat), stat.st_size
+            if digest is None or there.get(digest) != found:
+                with path.open("rb") as file:
+                    digest, found = self._send(file, stat.st_size, there)
+                read.put(name, stat, path.stat(), digest)
             there[digest] = found
             sent[name] = [digest, found]
         return sent
@@ -261,10 +296,10 @@ def _check_owner(newest: Mapping[str, Any], state: Mapping[str, str], url: str) 
         )
 
 
-def _linked(run_dir: Path) -> dict[str, tuple[Path, int]]:
+def _linked(run_dir: Path) -> dict[str, tuple[Path, os.stat_result]]:
     """Hard links to all files that are not hidden, with the sizes that count: retention and appends go on meanwhile."""
     while True:
-        files: dict[str, tuple[Path, int]] = {}
+        files: dict[str, tuple[Path, os.stat_result]] = {}
         try:
             for path in sorted(run_dir.rglob("*")):
                 relative = path.relative_to(run_dir)
@@ -272,7 +307,7 @@ def _linked(run_dir: Path) -> dict[str, tuple[Path, int]]:
                     link = run_dir / LINKS / relative
                     link.parent.mkdir(parents=True, exist_ok=True)
                     os.link(path, link)
-                    files[relative.as_posix()] = link, link.stat().st_size
+                    files[relative.as_posix()] = link, link.stat()
             return files
         except FileNotFoundError:  # a checkpoint or an old episode went just now: once more
             shutil.rmtree(run_dir / LINKS, ignore_errors=True)

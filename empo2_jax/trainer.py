@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from empo2_jax import assembly, distributed, warmstart
+from empo2_jax import assembly, distributed, storage, warmstart
 from empo2_jax.alarms import CANARIES, MAX_GAP, count_skipped, warn
 from empo2_jax.algorithms.base import StepAdvantages, group_metrics, spent, valid_episodes
 from empo2_jax.checkpoint import CheckpointStore, check_same_base
@@ -39,7 +39,6 @@ from empo2_jax.report import write_report
 from empo2_jax.rollout import ahead
 from empo2_jax.run_logs import RunLogs
 from empo2_jax.run_record import CONFIG_FILE, RunLock, check_same_run, record_command, record_config
-from empo2_jax.storage import Mirror
 from empo2_jax.types import Episode, EpisodeGroup, Row
 from empo2_jax.watch import Watch, WatchedEngine
 
@@ -59,7 +58,8 @@ def run(config: Config, resume: str = "auto", command: Sequence[str] = ()) -> Pa
     """
     gang, folder = distributed.current(), config.run_dir
     with ExitStack() as stack:
-        gang.first(partial(_claim, config, resume, command, stack), "run directory")
+        with gang.patient(storage.LIMIT_S + storage.AGAIN_S if config.run.mirror else 0.0):  # a fetch may take so long
+            gang.first(partial(_claim, config, resume, command, stack), "run directory")
         trainer = Trainer(config, stack)
         gang.first(lambda: record_config(config), "configuration")
         stack.enter_context(trainer.watch)
@@ -76,7 +76,7 @@ def run(config: Config, resume: str = "auto", command: Sequence[str] = ()) -> Pa
 def _claim(config: Config, resume: str, command: Sequence[str], stack: ExitStack) -> None:
     """Lock the run directory for this experiment. One that never got to a checkpoint may be claimed again."""
     stack.enter_context(RunLock(config.run_dir))
-    stack.enter_context(Mirror(config.run_dir, config.run.mirror))
+    stack.enter_context(storage.Mirror(config.run_dir, config.run.mirror))
     steps = CheckpointStore(config.run_dir, config.checkpoint.keep).steps()
     if resume == "never" and steps:
         raise CheckpointError(f"{config.run_dir}: has checkpoints; use --resume auto or another run.dir")

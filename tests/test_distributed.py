@@ -148,6 +148,17 @@ def test_a_process_that_does_not_come_is_named_in_time() -> None:
     assert time.monotonic() - began < 5
 
 
+def test_what_takes_longer_than_all_else_is_waited_for() -> None:
+    def act(gang: Gang) -> tuple[str, float]:
+        with gang.patient(5.0):
+            found = gang.first(lambda: time.sleep(0.6) or "fetched", "run directory")
+        with gang.patient(0.0):
+            return found, gang.limit_s
+
+    results, _ = together(2, act, limit_s=0.1)
+    assert results == [("fetched", 0.1)] * 2
+
+
 def test_a_failure_on_one_is_a_failure_on_all() -> None:
     def act(gang: Gang) -> bytes:
         def call() -> int:

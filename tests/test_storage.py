@@ -57,6 +57,7 @@ def test_an_empty_directory_takes_over_every_byte(tmp_path: Path, url: str) -> N
         ".lock",
         ".mirror.json",
         ".mirror.lock",
+        ".mirror.read.json",
         "checkpoints",
         "metrics.jsonl",
     ]
@@ -75,6 +76,42 @@ def test_what_did_not_change_is_not_sent_again_and_old_snapshots_go(tmp_path: Pa
     assert len(objects(tmp_path)) == 3
     names = sorted(path.name for path in (tmp_path / "elsewhere/snapshots").iterdir())
     assert names == ["000000002.json", "000000003.json"]
+
+
+def test_what_did_not_change_is_not_read_again(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, parts, reads = make_run(tmp_path / "run", 3), storage._parts, []
+    state = run / "checkpoints/3/state"
+
+    def counted(file: IO[bytes], size: int) -> Iterator[bytes]:
+        if (path := Path(file.name)).is_relative_to(run):  # not what is fetched
+            reads.append(path.relative_to(run / ".mirror").as_posix())
+        return parts(file, size)
+
+    def read() -> set[str]:
+        reads.clear()
+        push(run, url)
+        return set(reads)
+
+    monkeypatch.setattr(storage, "_parts", counted)
+    assert len(read()) == 3
+    assert len(read()) == 3  # they changed just now and may have changed again
+    for path in [*state.parent.iterdir(), run / "metrics.jsonl"]:
+        os.utime(path, ns=(10**18, 10**18))
+    assert len(read()) == 3 and read() == set()
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("{}\n")
+    assert read() == {"metrics.jsonl"}
+    other = run / "other"
+    other.write_bytes(state.read_bytes()[::-1])
+    os.utime(other, ns=(10**18, 10**18))
+    other.replace(state)  # of the same size and time
+    assert "checkpoints/3/state" in read()
+    assert fetch(tmp_path / "back", url) == 3
+    assert contents(tmp_path / "back") == contents(run)
+    shutil.rmtree(tmp_path / "elsewhere")  # what is known of files is known of the directory, not of the storage
+    push(run, url)
+    assert fetch(tmp_path / "again", url) == 3
+    assert contents(tmp_path / "again") == contents(run)
 
 
 def test_a_directory_without_a_checkpoint_is_not_sent(tmp_path: Path, url: str) -> None:
