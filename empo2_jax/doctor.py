@@ -12,9 +12,10 @@ from pathlib import Path
 
 import jax
 
-from empo2_jax import assets
+from empo2_jax.cache import cache_folder
 from empo2_jax.config import Config, ModelConfig
 from empo2_jax.errors import Empo2Error
+from empo2_jax.hardware import host_memory
 from empo2_jax.models.hf_weights import read_config
 from empo2_jax.models.sharding import check_divides, make_mesh
 from empo2_jax.ops.attention_kernels import PREFERRED, obstacle, platform_of, resolve
@@ -48,7 +49,7 @@ def diagnose(config: Config | None = None) -> list[Check]:
         _disk(config.run_dir if config else Path.cwd()),
         _memory(),
         _writable("run directory", config.run_dir if config else Path.cwd()),
-        _writable("cache", assets.cache_folder()),
+        _writable("cache", cache_folder()),
     ]
     if config is not None:
         checks += [_guarded("mesh", lambda: mesh_fits(config))]
@@ -118,7 +119,7 @@ def _disk(place: Path) -> Check:
 
 
 def _memory() -> Check:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    total = host_memory() / 2**30
     return Check("memory", f"{total:.1f} GiB, {MEMORY_NEEDED:.0f} advised", total >= MEMORY_NEEDED, needed=False)
 
 

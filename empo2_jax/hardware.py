@@ -5,6 +5,7 @@ of 10⁹ bytes; devices report 4 to 7 % more, which is left to the runtime.
 """
 
 import difflib
+import os
 from dataclasses import dataclass
 
 from empo2_jax.errors import ConfigError
@@ -27,6 +28,11 @@ class Hardware:
     def memory_gib(self) -> float:
         """Memory in GiB."""
         return self.memory / 2**30
+
+
+def host_memory() -> int:
+    """Memory of this machine, bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 _A100 = (

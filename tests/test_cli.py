@@ -75,6 +75,7 @@ def test_a_mistake_is_one_line_and_exit_code_2_in_a_real_process(config_file: Pa
         ("evaluate {folder} --repeats 0", "at least 1 is allowed"),
         ("adapt {folder}", "not a run directory"),
         ("adapt {folder} --trials 0", "at least 1 is allowed"),
+        ("adapt {folder} --tasks ,", "--tasks ',': names of tasks of the environment are allowed"),
         ("checkpoint hash {folder}", "not a run directory"),
         ("checkpoint verify {folder}", "no checkpoints"),
         ("memory inspect {folder}", "not a run directory"),

@@ -9,10 +9,10 @@ that a small model learns to act, to use tips and to write them. Gold paths come
 import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
+from empo2_jax.cache import cache_folder
 from empo2_jax.envs.base import Environment, EnvironmentFamily
 from empo2_jax.envs.scienceworld_jvm import GOLD_FLAGS, VERSION, Jvm
 from empo2_jax.envs.scienceworld_text import asks, example
@@ -45,7 +45,8 @@ class GoldPaths:
         return [action for action in actions if not action.startswith("open door")]
 
     def _cached(self, task: Task) -> list[str]:
-        path = cache_directory() / f"{task.name}-{task.variation}-{self._simplification or 'full'}.json"
+        name = f"{task.name}-{task.variation}-{self._simplification or 'full'}.json"
+        path = cache_folder("scienceworld-gold", VERSION, name)
         if path.is_file():
             return json.loads(path.read_text(encoding="utf-8"))
         if self._jvm is None:
@@ -146,9 +147,3 @@ def exploration(gold: Sequence[str], rng: np.random.Generator) -> list[str]:
     """Looking about on the way of the path without its deeds: only walking, opening and looking, then stopping."""
     walk = [action for action in gold if action.startswith(_HARMLESS_GOLD)][:4]
     return [*walk, str(rng.choice(_DETOURS)), "look around"]
-
-
-def cache_directory() -> Path:
-    """Where gold paths are kept: `$EMPO2_CACHE`, else the user's cache."""
-    root = os.environ.get("EMPO2_CACHE") or str(Path.home() / ".cache" / "empo2_jax")
-    return Path(root) / "scienceworld-gold" / VERSION

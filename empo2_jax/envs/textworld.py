@@ -5,7 +5,6 @@ of the generator; games are made once (seconds) and cached. The score is the sha
 """
 
 import importlib
-import os
 import tempfile
 import threading
 import warnings
@@ -14,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from empo2_jax.cache import cache_folder
 from empo2_jax.config import EnvConfig
 from empo2_jax.envs.actions import normalize
 from empo2_jax.envs.simple import SimpleFamily
@@ -166,7 +166,7 @@ def game_file(task: Task) -> Path:
     if task.name not in SIZES:
         raise EnvError(f"{task}: the tasks are {', '.join(SIZES)}")
     with _LOCK:
-        return _made(task, cache_directory())
+        return _made(task, cache_folder("textworld", metadata.version("textworld")))
 
 
 def _made(task: Task, place: Path) -> Path:
@@ -186,12 +186,6 @@ def _made(task: Task, place: Path) -> Path:
         for part in (made.with_suffix(".json"), made):  # the game comes last: it is what is looked for
             part.replace(path.with_suffix(part.suffix))
     return path
-
-
-def cache_directory() -> Path:
-    """Where games are kept: `$EMPO2_CACHE`, else the user's cache."""
-    root = os.environ.get("EMPO2_CACHE") or str(Path.home() / ".cache" / "empo2_jax")
-    return Path(root) / "textworld" / metadata.version("textworld")
 
 
 def family(*, tasks: Sequence[str] = (), train: int = 5, dev: int = 20, test: int = 20) -> TextWorldFamily:

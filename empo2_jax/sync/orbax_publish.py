@@ -12,7 +12,6 @@ manifest. Loading is the engines' affair: `bundle.py`, `delta.py`.
 
 import itertools
 import math
-import os
 import secrets
 from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +27,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
+from empo2_jax.checkpoint_files import require_space
 from empo2_jax.errors import SyncError
 from empo2_jax.models.hf_folder import INDEX, TOKENIZER_FILES, write_json
 from empo2_jax.models.hf_weights import Params, named, with_values
@@ -212,7 +212,7 @@ class Publisher:
         """Copy to the host and begin to write. Several processes do it together, so not in a thread of each."""
         if self._orbax is not None and not is_delta:
             if self._process == 0:
-                _require_space(draft / "reserve", sum(self._sizes.values()))
+                require_space(draft / "reserve", sum(self._sizes.values()))
             leaves = {name: array for arrays in shards.values() for name, array in arrays.items()}
             self._orbax.save((draft / ORBAX).absolute(), args=ocp.args.PyTreeSave(leaves))
 
@@ -343,12 +343,3 @@ def _tokenizer_files(folder: Path | None) -> list[Path]:
 def _agree(number: int) -> int:
     """The first process's number."""
     return number if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.int32(number)))
-
-
-def _require_space(path: Path, size: int) -> None:
-    """Allocate `size` bytes and give them back, as Orbax would fail late and with tracebacks."""
-    with path.open("wb") as file:
-        try:
-            os.posix_fallocate(file.fileno(), 0, size)
-        finally:
-            path.unlink()

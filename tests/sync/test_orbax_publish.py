@@ -212,7 +212,7 @@ def test_full_disk_is_said_at_the_next_call_and_costs_nothing(tmp_path: Path) ->
 
 def test_full_disk_is_said_before_orbax_starts(tmp_path: Path) -> None:
     with publisher(tmp_path, orbax=True) as made:
-        with file_limit(2000), pytest.raises(SyncError, match=r"/1: cannot be written: File too large$"):
+        with file_limit(2000), pytest.raises(SyncError, match=r"/1: cannot be written: needs 0.0 MiB: File too large$"):
             made.publish(TREE, 1).wait()
         assert [path.name for path in tmp_path.iterdir()] == [".writer"]
         read_bundle(made.publish(TREE, 1).wait(), CONFIG)
@@ -222,7 +222,7 @@ def test_full_disk_is_said_before_orbax_starts(tmp_path: Path) -> None:
 def test_disk_that_fills_up_under_orbax_is_one_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("empo2_jax.sync.orbax_publish._require_space", lambda path, size: None)
+    monkeypatch.setattr("empo2_jax.sync.orbax_publish.require_space", lambda path, size: None)
     caplog.set_level(logging.CRITICAL, "absl")
     with publisher(tmp_path, orbax=True) as made:
         made.publish(TREE, 1).wait()

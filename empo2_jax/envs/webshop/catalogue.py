@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from empo2_jax.cache import cache_folder
 from empo2_jax.envs.webshop import goals, records, search
 from empo2_jax.envs.webshop.product import (
     Product,
@@ -189,16 +190,10 @@ class Catalogue:
         return goals.Goals(kind, kept, ends, self.product, bool(order))
 
 
-def cache_folder() -> Path:
-    """Where built catalogues are kept: `$EMPO2_CACHE`, else the user's cache."""
-    root = os.environ.get("EMPO2_CACHE") or str(Path.home() / ".cache" / "empo2_jax")
-    return Path(root) / "webshop"
-
-
 def open_catalogue(data: Path) -> Catalogue:
     """The catalogue of a data folder, built if it is not in the cache yet."""
     files = find_files(data)
-    folder = cache_folder() / f"v{LAYOUT}-{search.VERSION}-{content_hash(files)}"
+    folder = cache_folder("webshop") / f"v{LAYOUT}-{search.VERSION}-{content_hash(files)}"
     if not folder.is_dir():
         _build(files, folder)
     return Catalogue(folder)
@@ -208,7 +203,7 @@ def content_hash(files: Files) -> str:
     """32 hexadecimal digits of all bytes of the files; remembered by path, size and time of change."""
     states = [f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files if path]
     key = hashlib.blake2b("\n".join(states).encode(), digest_size=16).hexdigest()
-    note = cache_folder() / "hashes" / key
+    note = cache_folder("webshop", "hashes", key)
     if note.is_file():
         return note.read_text(encoding="ascii")
     digest = hashlib.blake2b(digest_size=16)

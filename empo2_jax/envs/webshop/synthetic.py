@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from empo2_jax.envs.webshop.catalogue import cache_folder
+from empo2_jax.cache import cache_folder
 from empo2_jax.errors import ConfigError
 from empo2_jax.randomness import generator
 
@@ -139,7 +139,7 @@ def make(folder: Path, count: int = DEFAULT_COUNT, seed: int = DEFAULT_SEED) -> 
 
 def ensure_default() -> Path:
     """The folder of the default catalogue in the cache, made when first needed."""
-    folder = cache_folder() / f"synthetic-v{VERSION}-{DEFAULT_COUNT}-{DEFAULT_SEED}"
+    folder = cache_folder("webshop") / f"synthetic-v{VERSION}-{DEFAULT_COUNT}-{DEFAULT_SEED}"
     if not folder.is_dir():
         partial = folder.with_name(f"{folder.name}.{os.getpid()}")
         shutil.rmtree(partial, ignore_errors=True)
