@@ -4,6 +4,7 @@ Nothing imports an implementation until it is named. Shared by training, evaluat
 """
 
 import importlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -20,6 +22,7 @@ from empo2_jax.envs import registry
 from empo2_jax.envs.base import EnvironmentFamily
 from empo2_jax.envs.problems import panel_tasks, shortfall
 from empo2_jax.errors import ConfigError, DataError
+from empo2_jax.hardware import host_memory
 from empo2_jax.learner.optim import policy_optimizer
 from empo2_jax.learner.step import Learner
 from empo2_jax.memory.base import Embedder, Novelty, VectorIndex
@@ -32,6 +35,7 @@ from empo2_jax.models.qwen2_config import Qwen2Config
 from empo2_jax.models.sharding import make_mesh
 from empo2_jax.models.tokenizer import Tokenizer
 from empo2_jax.ops.losses import policy_loss
+from empo2_jax.plan_costs import kv_bytes
 from empo2_jax.progress import note
 from empo2_jax.rollout.base import Engine
 from empo2_jax.rollout.chat import Chat
@@ -39,6 +43,7 @@ from empo2_jax.rollout.collect import Collector
 from empo2_jax.rollout.jax_engine import JaxEngine
 from empo2_jax.rollout.openings import check_openings
 from empo2_jax.rollout.reflect import PolicyTipWriter, ScriptedTipWriter, TipWriter
+from empo2_jax.rollout.rescore import Chooser, ChoosingCollector
 from empo2_jax.rollout.spread import SpreadCollector
 
 TIP_ROOM = 256  # tokens that the request for a tip may take beyond rollout.max_length
@@ -206,6 +211,37 @@ def check_engine(config: Config, shape: Qwen2Config, processes: int) -> None:
             f"rollout.slots = {config.rollout.slots} do not divide over data × fsdp = {shards} devices of model.mesh; "
             f"a multiple of {shards} is allowed"
         )
+    check_room(config, shape, processes)
+
+
+def check_room(config: Config, shape: Qwen2Config, processes: int) -> None:
+    """Raise `ConfigError` where the engine's cache, or the episodes of an iteration, are larger than the whole memory.
+
+    What is a little too large is found by `empo2 plan`, or when it does not fit.
+    """
+    rollout = config.rollout
+    if rollout.engine == "jax" and processes:
+        device = jax.local_devices()[0]
+        memory = (device.memory_stats() or {}).get("bytes_limit") or host_memory()
+        shares = 1 if processes > 1 else math.prod(config.model.mesh)
+        slot = session_length(config) * kv_bytes(shape, config.model.compute_dtype) / shares
+        if rollout.slots * slot > memory:
+            raise ConfigError(
+                f"rollout.slots = {rollout.slots}: their cache takes {_gib(rollout.slots * slot)} of {_gib(memory)} of "
+                f"memory; {int(memory / (2 * slot))} may fit (sampling needs it twice), `empo2 plan` counts the rest"
+            )
+    # An episode keeps its prompts, with tips and without; both grow up to their end.
+    episode = 2 * np.dtype(np.int32).itemsize * config.env.step_limit * rollout.max_length // 2
+    group = rollout.tasks_per_iteration * episode * (1 + rollout.max_staleness)
+    if (needed := group * rollout.group_size) > (memory := host_memory()):
+        raise ConfigError(
+            f"rollout.tasks_per_iteration = {rollout.tasks_per_iteration}, rollout.group_size = {rollout.group_size}: "
+            f"their episodes take up to {_gib(needed)} of {_gib(memory)} of memory; groups of {memory // group} fit"
+        )
+
+
+def _gib(size: float | int) -> str:
+    return f"{size / 2**30:,.1f} GiB"
 
 
 def make_engine(config: Config, policy: Policy) -> Engine:
@@ -265,6 +301,15 @@ def make_collector(
         seed=config.run.seed,
         workers=config.env.workers,
         banned_from=policy.tokenizer.size,
+    )
+
+
+def make_choosing_collector(
+    config: Config, policy: Policy, engine: Engine, family: EnvironmentFamily, chooser: Chooser
+) -> Collector:
+    """A collector whose actions `chooser` takes among `retrospex.candidates` proposals."""
+    return make_collector(
+        config, policy, engine, family, partial(ChoosingCollector, chooser, config.retrospex.candidates)
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh
 
@@ -92,6 +93,12 @@ def layer_matrices(shape: Qwen2Config) -> int:
     """Elements of one layer's matrices."""
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     return shape.hidden_size * (2 * q + 2 * kv + 3 * shape.intermediate_size)
+
+
+def kv_bytes(shape: Qwen2Config, dtype: str) -> int:
+    """Of one token in the engine's cache, over all devices."""
+    width = np.dtype(np.float32).itemsize if dtype == "float32" else 2
+    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * width
 
 
 def forward_flops(shape: Qwen2Config, tokens: int, context: int, actions: int) -> int:

@@ -24,7 +24,7 @@ from empo2_jax.models.hf_folder import read_json
 from empo2_jax.models.qwen2_config import Qwen2Config
 from empo2_jax.models.qwen2_sizes import QWEN2_5, size_in
 from empo2_jax.models.sharding import check_divides
-from empo2_jax.plan_costs import Mesh3, forward_flops, temporary_bytes, traffic, weight_bytes
+from empo2_jax.plan_costs import Mesh3, forward_flops, kv_bytes, temporary_bytes, traffic, weight_bytes
 from empo2_jax.types import TrainBatch
 
 GIB = 2**30
@@ -233,7 +233,7 @@ def plan_on(
     colocated, kv_tokens = rollout.engine == "jax", rollout.slots * session_length(config)
     # Of several processes each samples with a copy of its own, on its first device; servers get theirs from all.
     served = weight_bytes(shape, 1, 1) if processes > 1 and colocated else whole
-    kv_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * width
+    cache = kv_tokens * kv_bytes(shape, config.model.compute_dtype)
     return Plan(
         name=name,
         shape=shape,
@@ -259,7 +259,7 @@ def plan_on(
         compiled=False,
         offload=update.offload_moments,
         published=0 if colocated else shape.num_parameters * np.dtype(config.served_dtype).itemsize,
-        kv=kv_tokens * kv_token // (1 if processes > 1 else math.prod(mesh)) if colocated else 0,
+        kv=cache // (1 if processes > 1 else math.prod(mesh)) if colocated else 0,
         kv_tokens=kv_tokens if colocated else 0,
         episodes=episodes,
         splits=work.splits,

@@ -2,12 +2,14 @@
 
 import pytest
 
-from empo2_jax.assembly import check_engine, load_policy, make_family, make_index, model_folder
+from empo2_jax.assembly import check_engine, load_policy, make_family, make_index, model_folder, session_length
 from empo2_jax.config import Config, parse_config
 from empo2_jax.errors import ConfigError, DataError
+from empo2_jax.hardware import host_memory
 from empo2_jax.memory.exact_index import ExactIndex
 from empo2_jax.memory.scann_index import ScannIndex
 from empo2_jax.models.qwen2_sizes import QWEN2_5
+from empo2_jax.plan_costs import kv_bytes
 
 
 def test_unknown_environment_is_named() -> None:
@@ -43,6 +45,22 @@ def test_rollouts_run_ahead_in_one_process_alone() -> None:
     with pytest.raises(ConfigError, match=r"max_staleness = 2 with several processes: 0 is allowed"):
         check_engine(config, QWEN2_5["0.5B"], processes=2)
     check_engine(config, QWEN2_5["0.5B"], processes=1)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_is_larger_than_the_memory_is_refused_with_what_fits(processes: int) -> None:
+    shape, memory = QWEN2_5["0.5B"], host_memory()
+    config = parse_config({"rollout": {"slots": 10**7}})
+    slot = session_length(config) * 2 * 24 * 2 * 64 * 4  # keys and values, layers, heads, their size, f32
+    assert kv_bytes(shape, "bfloat16") * 2 == kv_bytes(shape, "float32") == slot // session_length(config)
+    with pytest.raises(ConfigError, match=rf"rollout\.slots = 10000000: .*GiB of memory; {int(memory / slot / 2)} may"):
+        check_engine(config, shape, processes)
+    served = {"engine": "sglang", "servers": ["http://a"], "slots": 10**7}
+    check_engine(parse_config({"rollout": served}), shape, processes)  # the cache is theirs
+    most = memory // (16 * 4500 * 30 * 4)
+    check_engine(parse_config({"rollout": {"group_size": most}}), shape, processes)
+    with pytest.raises(ConfigError, match=rf"rollout\.group_size = {most + 1}: .* groups of {most} fit"):
+        check_engine(parse_config({"rollout": {"group_size": most + 1}}), shape, processes)
 
 
 def test_slots_divide_over_the_mesh_of_one_process() -> None:
