@@ -7,6 +7,7 @@ caller's, never the one that training goes on with.
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from empo2_jax.evaluation import Panel, refuse_total_failure, summarize
@@ -20,10 +21,10 @@ LABEL = "test-time adaptation (sees test rewards)"
 
 @dataclass(frozen=True)
 class Trial:
-    """One episode per task."""
+    """One episode per task, or per task and repeat."""
 
     now: Panel  # of this trial
-    best: Panel  # of the best episode of every task so far
+    best: Panel  # of the best episode of every task (and repeat) so far
 
 
 def adapt(
@@ -70,7 +71,8 @@ def adapt(
 def record(trials: Sequence[Trial], *, iteration: int, split: str, memory: str) -> dict[str, Any]:
     """The line that goes to adaptations.jsonl: curves over the trials, and every score by variation.
 
-    `best_*` is the mean over tasks of the best episode so far; it never falls while no episode fails (`complete`).
+    A score is the mean of the trial's repeats, None where one failed. `best_*` is the mean over tasks of the best
+    episode so far; it never falls while no episode fails (`complete`).
 
     Args:
         trials: All of them, in order.
@@ -80,9 +82,13 @@ def record(trials: Sequence[Trial], *, iteration: int, split: str, memory: str) 
     """
     scores: dict[tuple[str, int], list[float | None]] = {}
     for trial in trials:
+        cells: dict[tuple[str, int], list[Episode]] = {}
         for episode in trial.now.episodes:
-            score = episode.score if episode.stop_reason.valid else None
-            scores.setdefault((episode.task.name, episode.task.variation), []).append(score)
+            cells.setdefault((episode.task.name, episode.task.variation), []).append(episode)
+        for cell, episodes in cells.items():
+            failed = any(not episode.stop_reason.valid for episode in episodes)
+            score = None if failed else fmean(episode.score for episode in episodes)
+            scores.setdefault(cell, []).append(score)
     return {
         "label": LABEL,
         "iteration": iteration,

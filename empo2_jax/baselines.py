@@ -6,7 +6,7 @@ round), episodes, report. Every finished trial or round is a file, and a run tha
 
 import json
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack, closing
 from functools import partial
 from itertools import count
@@ -25,19 +25,19 @@ from empo2_jax.envs.base import EnvironmentFamily
 from empo2_jax.envs.problems import panel_tasks
 from empo2_jax.errors import CheckpointError, ConfigError, DataError
 from empo2_jax.evaluation import Panel, evaluate, refuse_total_failure, summarize
-from empo2_jax.learner.critic import train_critic
+from empo2_jax.learner.critic import CRITIC_FILE, train_critic
 from empo2_jax.metrics import ADAPTATIONS_FILE, EPISODES_FOLDER, Stopwatch, read_metrics, write_atomically
 from empo2_jax.progress import RunProgress, note
 from empo2_jax.report import write_report
 from empo2_jax.rollout.collect import Assignment, Collector
 from empo2_jax.rollout.reflect import AfterFailure, TipWriter
-from empo2_jax.rollout.rescore import Chooser, ChoosingCollector
+from empo2_jax.rollout.rescore import Chooser
 from empo2_jax.rollout.spread import from_bytes, to_bytes
 from empo2_jax.run_logs import RunLogs
 from empo2_jax.run_record import CONFIG_FILE, RunLock, check_same_run, record_command, record_config
 from empo2_jax.types import Episode
 
-TRIALS_FOLDER, CRITIC_FILE = "trials", "critic.json"
+TRIALS_FOLDER, FACTS_FILE = "trials", "critic.json"
 
 
 def run(config: Config, resume: str = "auto", command: Sequence[str] = ()) -> Path:
@@ -73,11 +73,7 @@ def run(config: Config, resume: str = "auto", command: Sequence[str] = ()) -> Pa
             writer = AfterFailure(assembly.make_writer(config, policy, family))
             reflexion(config, family, collector, writer, policy.tokenizer.decode)
         else:
-
-            def choosing(chooser: Chooser) -> Collector:
-                one = partial(ChoosingCollector, chooser, config.retrospex.candidates)
-                return assembly.make_collector(config, policy, engine, family, one)
-
+            choosing = partial(assembly.make_choosing_collector, config, policy, engine, family)
             embed = assembly.make_embedder(config, tips=True).embed
             retrospex(config, family, collector, choosing, embed, policy.tokenizer.decode)
         write_report(config.run_dir)
@@ -105,23 +101,30 @@ def reflexion(
     """The trials of Reflexion on the panel, those of an earlier process included.
 
     Metrics, episodes and `adaptations.jsonl` are written after every trial, and then the file that says it is finished.
+    An episode that failed is made up for by the next trial; those of the last one are played again by the next process.
 
     Raises:
         EnvError: all episodes of a trial failed.
         DataError: the file of a finished trial cannot be read.
     """
-    chains = {task: Chain(task) for task in panel_tasks(family, config.evaluation)}
+    tasks, repeats = panel_tasks(family, config.evaluation), range(config.evaluation.repeats)
+    chains = {chain.id: chain for chain in (Chain(task, repeat) for task in tasks for repeat in repeats)}
     trials: list[Trial] = []
     totals = dict.fromkeys(spent([]), 0)
 
     def take(episodes: Sequence[Episode]) -> None:
         for episode in episodes:
-            chains[episode.task] = chains[episode.task].after(episode, config.reflexion.kept)
+            chains[_chain_of(episode)] = chains[_chain_of(episode)].after(episode, config.reflexion.kept)
         trials.append(_summary(list(chains.values()), episodes))
         totals.update({name: totals[name] + value for name, value in spent(episodes).items()})
 
+    valid: dict[str, Episode] = {}  # of a last trial in which others failed
     while (file := _trial_file(config, len(trials) + 1)).is_file():
-        take(_read_trial(file))
+        episodes = _read_trial(file, chains.keys())
+        if len(trials) + 1 == config.reflexion.trials and not all(one.stop_reason.valid for one in episodes):
+            valid = {one.id: one for one in episodes if one.stop_reason.valid}
+            break
+        take(episodes)
     cursor = {"metrics_lines": len(trials), "iteration": len(trials)}
     with (
         closing(RunLogs(config.run_dir, cursor, config.run, writes=True, decode=decode)) as logs,
@@ -131,15 +134,15 @@ def reflexion(
             clock, number = Stopwatch(), len(trials) + 1
             assignments = [
                 Assignment(
-                    f"reflexion/{chain.task}/t{number}",
-                    chain.task,
-                    seed=config.evaluation.seed,
-                    reflections=chain.reflections,
+                    f"{chain.id}/t{number}", chain.task, seed=config.evaluation.seed, reflections=chain.reflections
                 )
                 for chain in chains.values()
                 if not chain.solved
             ]
-            episodes = collector.collect(assignments, temperature=config.evaluation.temperature, writer=writer)
+            missing = [item for item in assignments if item.id not in valid]
+            played = collector.collect(missing, temperature=config.evaluation.temperature, writer=writer)
+            found = valid | {episode.id: episode for episode in played}
+            episodes = [found[item.id] for item in assignments]
             refuse_total_failure(episodes, f"reflexion, trial {number}")
             take(episodes)
             metrics = _metrics(trials[-1], episodes, totals) | clock.metrics()
@@ -198,8 +201,9 @@ def retrospex(
         data = transitions(past, family, embed)
         note(f"critic: {settings.updates} updates on {len(data.rewards)} steps of {len(past)} episodes")
         critic, losses = train_critic(data, settings, seed=config.run.seed)
+        critic.save(config.run_dir / CRITIC_FILE)
         facts = {"episodes": len(past), "transitions": len(data.rewards), "losses": losses}
-        write_atomically(config.run_dir / CRITIC_FILE, json.dumps(facts))
+        write_atomically(config.run_dir / FACTS_FILE, json.dumps(facts))
         note(f"evaluating on {config.evaluation.split}, without memory (the policy, then with its critic)")
         plain = evaluate(collector, family, config.evaluation)
         chooser = Rescorer(family, embed, critic.values, settings.decay, settings.limit)
@@ -223,9 +227,9 @@ def _round(config: Config, family: EnvironmentFamily, number: int) -> list[Assig
 
 
 def _summary(chains: Sequence[Chain], episodes: Sequence[Episode]) -> Trial:
-    """Every problem's newest episode (an invalid one of this trial as such) and its best one."""
-    tried = {episode.task: episode for episode in episodes}
-    newest = [tried.get(chain.task, chain.newest) for chain in chains]
+    """Every chain's newest episode (an invalid one of this trial as such) and its best one."""
+    tried = {_chain_of(episode): episode for episode in episodes}
+    newest = [tried.get(chain.id, chain.newest) for chain in chains]
     best = [chain.best for chain in chains if chain.best is not None]
     return Trial(summarize([episode for episode in newest if episode is not None]), summarize(best))
 
@@ -249,8 +253,15 @@ def _trial_file(config: Config, number: int) -> Path:
     return config.run_dir / TRIALS_FOLDER / f"{number}.episodes"
 
 
-def _read_trial(file: Path) -> list[Episode]:
+def _chain_of(episode: Episode) -> str:
+    return episode.id.rpartition("/")[0]
+
+
+def _read_trial(file: Path, chains: Set[str]) -> list[Episode]:
     try:
-        return from_bytes(file.read_bytes())[0]
+        episodes = from_bytes(file.read_bytes())[0]
+        if strange := [episode.id for episode in episodes if _chain_of(episode) not in chains]:
+            raise ValueError(f"{strange[0]} is of no problem of this run")
     except (OSError, ValueError, KeyError, TypeError, zlib.error) as error:
         raise DataError(f"{file}: no finished trial: {error}; remove it and those after it to repeat them") from None
+    return episodes

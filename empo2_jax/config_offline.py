@@ -64,7 +64,7 @@ class WarmstartConfig(Section):
 class ReflexionConfig(Section):
     """Trials on the panel with the policy's own reflections (`algorithm.name = "reflexion"`)."""
 
-    trials: Positive = Field(10, description="episodes per problem at most, one after another; a success ends them")
+    trials: Positive = Field(10, description="episodes per problem and repeat at most, one by one; a success ends them")
     kept: Positive = Field(3, description="newest reflections that the next trial sees")
 
 

@@ -74,8 +74,8 @@ def lines(config: Config) -> list[str]:
         family.close()
     if config.algorithm.name == "reflexion":
         return [
-            f"# plan: {config.reflexion.trials} trials at most of {len(panel)} problems of {family.name} "
-            f"({config.evaluation.split}) in {config.run_dir}",
+            f"# plan: {config.reflexion.trials} trials at most of {len(panel)} problems × "
+            f"{config.evaluation.repeats} repeats of {family.name} ({config.evaluation.split}) in {config.run_dir}",
             f"# steps: at most {config.env.step_limit} per episode; no update of the policy",
             *([f"# {fewer}"] if fewer else []),
             f"# warm start: {config.warmstart.updates} updates",

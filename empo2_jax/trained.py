@@ -1,7 +1,7 @@
 """A run opened again: its policy is evaluated, adapted by memory or exported, its tips listed. Nothing is trained."""
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,19 +11,22 @@ import jax.numpy as jnp
 from flax import nnx
 
 from empo2_jax import adaptation, assembly
+from empo2_jax.algorithms.retrospex import Rescorer
 from empo2_jax.checkpoint import CheckpointStore, check_same_base
 from empo2_jax.config import Config
 from empo2_jax.config_file import load_config, use_panel
 from empo2_jax.envs.base import EnvironmentFamily
 from empo2_jax.envs.problems import panel_tasks
 from empo2_jax.errors import CheckpointError, ConfigError, DataError
-from empo2_jax.evaluation import evaluate
+from empo2_jax.evaluation import Panel, evaluate
+from empo2_jax.learner.critic import CRITIC_FILE, Critic
 from empo2_jax.learner.step import LearnerState
 from empo2_jax.metrics import ADAPTATIONS_FILE, JsonLines, read_jsonl
 from empo2_jax.models.hf_weights import save_model
 from empo2_jax.models.lora import merged, save_adapter
 from empo2_jax.progress import note
 from empo2_jax.report import write_report
+from empo2_jax.rollout.base import Engine
 from empo2_jax.rollout.collect import Collector
 
 TIPS_FILE = "tips.jsonl"  # of the memory's dump: a header line, then one tip a line
@@ -39,7 +42,10 @@ def run_config(run_dir: Path) -> Config:
 
 def checkpoint_folder(run_dir: Path, step: int | None = None) -> tuple[CheckpointStore, int]:
     """The store of a run and the chosen step (None: the newest good one); raises `CheckpointError` without any."""
-    store = CheckpointStore(run_dir, run_config(run_dir).checkpoint.keep)
+    config = run_config(run_dir)
+    if not config.algorithm.learns:
+        raise CheckpointError(f"{run_dir}: a run of {config.algorithm.name} trains no policy and has no checkpoints")
+    store = CheckpointStore(run_dir, config.checkpoint.keep)
     chosen = store.latest() if step is None else step
     if chosen is None:
         raise CheckpointError(f"{run_dir}: no checkpoint")
@@ -53,14 +59,19 @@ def load_trained(run_dir: Path, step: int | None = None) -> tuple[assembly.Polic
     return policy, chosen
 
 
+def _started(run_dir: Path, config: Config) -> assembly.Policy:
+    """The policy at the start of the run, on the mesh of the run, or one device where this machine has fewer."""
+    model = config.model
+    if math.prod(model.mesh) > jax.device_count():
+        model = model.model_copy(update={"mesh": (1, 1, 1)})
+    return assembly.load_policy(model, run_dir / "start" if config.warmstart.updates else None)
+
+
 def _restored(run_dir: Path, step: int | None) -> tuple[assembly.Policy, Any, Any, int]:
     """The policy at the start of the run; trained and frozen parameters of a checkpoint; its step."""
     config = run_config(run_dir)
     store, chosen = checkpoint_folder(run_dir, step)
-    start, model = run_dir / "start", config.model
-    if math.prod(model.mesh) > jax.device_count():  # a checkpoint goes to any mesh
-        model = model.model_copy(update={"mesh": (1, 1, 1)})
-    policy = assembly.load_policy(model, start if config.warmstart.updates else None)
+    policy = _started(run_dir, config)
     parts = assembly.learner_parts(config, policy)
     wanted = LearnerState(parts.trainable, None, jnp.int32(0))  # None has no leaves: the moments are not read
     state, _, cursor = store.restore(chosen, wanted, partial=True)
@@ -77,6 +88,8 @@ def evaluate_run(
 ) -> dict[str, Any]:
     """Run the panel (no memory, fixed seeds) on a run's checkpoint; the record has the keys of evaluations.jsonl.
 
+    A run of Retrospex has no checkpoint: its policy and its critic play, as at its end.
+
     Args:
         run_dir: The run.
         split: "train", "dev" or "test"; None as configured.
@@ -85,7 +98,7 @@ def evaluate_run(
         panel_file: Panel file; None as configured.
 
     Raises:
-        ConfigError: `split` or `repeats` together with a panel, which fixes both.
+        ConfigError: `split` or `repeats` together with a panel, which fixes both; `step` of a run of Retrospex.
     """
     config = run_config(run_dir) if panel_file is None else use_panel(run_config(run_dir), panel_file)
     if config.evaluation.panel and (split or repeats):
@@ -94,10 +107,28 @@ def evaluate_run(
         )
     changes = {name: value for name, value in (("split", split), ("repeats", repeats)) if value is not None}
     config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update=changes)})
-    policy, chosen = load_trained(run_dir, step)
-    with _collector(config, policy, chosen) as (collector, family):
-        panel = evaluate(collector, family, config.evaluation)
+    if config.algorithm.name == "retrospex":
+        if step is not None:
+            raise ConfigError(f"--step {step}: a run of retrospex has one critic and no checkpoints; leave out --step")
+        panel, chosen = _rescored_panel(run_dir, config), config.run.iterations
+    else:
+        policy, chosen = load_trained(run_dir, step)
+        with _collector(config, policy, chosen) as (collector, family):
+            panel = evaluate(collector, family, config.evaluation)
     return panel.record("evaluate", chosen, config.evaluation.split)
+
+
+def _rescored_panel(run_dir: Path, config: Config) -> Panel:
+    """The panel played by a Retrospex run's policy and critic; raises `DataError` where the critic is missing."""
+    settings, critic = config.retrospex, Critic.load(run_dir / CRITIC_FILE)
+    embed = assembly.make_embedder(config, tips=True).embed
+
+    def rescoring(config: Config, policy: assembly.Policy, engine: Engine, family: EnvironmentFamily) -> Collector:
+        chooser = Rescorer(family, embed, critic.values, settings.decay, settings.limit)
+        return assembly.make_choosing_collector(config, policy, engine, family, chooser)
+
+    with _collector(config, _started(run_dir, config), 0, rescoring) as (collector, family):
+        return evaluate(collector, family, config.evaluation.model_copy(update={"temperature": settings.temperature}))
 
 
 def adapt_run(
@@ -155,11 +186,11 @@ def adapt_run(
 
 @contextmanager
 def _collector(
-    config: Config, policy: assembly.Policy, version: int
+    config: Config, policy: assembly.Policy, version: int, make: Callable[..., Collector] = assembly.make_collector
 ) -> Generator[tuple[Collector, EnvironmentFamily], None, None]:
     with closing(assembly.make_family(config)) as family, closing(assembly.make_engine(config, policy)) as engine:
         engine.load(policy.params, version)
-        with closing(assembly.make_collector(config, policy, engine, family)) as collector:
+        with closing(make(config, policy, engine, family)) as collector:
             yield collector, family
 
 

@@ -15,7 +15,7 @@ from empo2_jax.cli import main
 from empo2_jax.config import Config
 from empo2_jax.config_file import load_config
 from empo2_jax.envs import toy
-from empo2_jax.errors import DataError
+from empo2_jax.errors import DataError, EngineError
 from empo2_jax.memory.hashing_embedder import HashingEmbedder
 from empo2_jax.metrics import read_jsonl, read_metrics
 from empo2_jax.rollout.base import Request
@@ -23,6 +23,7 @@ from empo2_jax.rollout.collect import Collector
 from empo2_jax.rollout.reflect import AfterFailure, ScriptedTipWriter
 from empo2_jax.rollout.replay import ReplayEngine
 from empo2_jax.rollout.rescore import Chooser, ChoosingCollector
+from empo2_jax.trained import evaluate_run
 from tests.fixtures.worlds import make_collector, spoken, word_chat
 
 ROOT = Path(__file__).parents[1]
@@ -40,23 +41,25 @@ def player(request: Request) -> str:
     return f"try the {room}" if "the bulb was in" in text else f"look in the {place}"
 
 
-def config(run_dir: Path, trials: int) -> Config:
+def config(run_dir: Path, trials: int, repeats: int) -> Config:
     options = [f"run.dir={run_dir}", f"reflexion.trials={trials}", "env.train_variations=2", "run.tensorboard=false"]
-    return load_config(REFLEXION, [*options, "evaluation.variations=2"])
+    return load_config(REFLEXION, [*options, "evaluation.variations=2", f"evaluation.repeats={repeats}"])
 
 
-def played(run_dir: Path, trials: int) -> tuple[dict[str, Any], list[str]]:
-    """The record of the trials, and every prompt that was answered in this process."""
+def played(run_dir: Path, trials: int, repeats: int = 1, failing: str = "") -> tuple[dict[str, Any], list[str]]:
+    """The record of the trials, and every prompt that was answered in this process; `failing` ids get no answer."""
     prompts: list[str] = []
 
     def words(request: Request) -> str:
+        if failing and request.session == failing:
+            raise EngineError("the server is gone")
         prompts.append(word_chat().text(request.prompt_ids))
         return player(request)
 
     family = toy.family(variations=2)
-    collector = make_collector(ReplayEngine(spoken(word_chat(), words)), family, step_limit=3)
+    collector = make_collector(ReplayEngine(spoken(word_chat(), words)), family, step_limit=3, retries=0, slots=1)
     writer = AfterFailure(ScriptedTipWriter(family))
-    baselines.reflexion(config(run_dir, trials), family, collector, writer, word_chat().text)
+    baselines.reflexion(config(run_dir, trials, repeats), family, collector, writer, word_chat().text)
     collector.close()
     return json.loads((run_dir / "adaptations.jsonl").read_text()), prompts
 
@@ -92,11 +95,35 @@ def test_an_interrupted_run_goes_on_after_its_last_trial(tmp_path: Path) -> None
     assert [line["total/environment_steps"] for line in lines] == [6.0, 11.0, 13.0]
 
 
+def test_repeats_are_chains_of_their_own(tmp_path: Path) -> None:
+    record, prompts = played(tmp_path, trials=3, repeats=2)
+    assert [row["scores"] for row in record["rows"]] == [[0.0, 100.0, 100.0], [0.0, 0.0, 100.0]]
+    assert len(prompts) == 2 * (2 * 3 + (2 + 3) + 2)
+    entry = "- the bulb is not in the oven . ( action : look in the oven ; score : 0 )"
+    assert max(prompt.count(entry) for prompt in prompts) == 2  # none of the other repeat's reflections
+    ids = [line["id"] for line in read_jsonl(tmp_path / "episodes/3.jsonl")]
+    assert ids == [f"reflexion/toy/bulb/1/r{repeat}/t3" for repeat in (0, 1)]
+
+
+def test_what_failed_in_the_last_trial_is_played_again(tmp_path: Path) -> None:
+    whole, _ = played(tmp_path / "whole", trials=2)
+    cut, _ = played(tmp_path / "cut", trials=2, failing="reflexion/toy/bulb/1/r0/t2")
+    assert [row["scores"] for row in cut["rows"]] == [[0.0, 100.0], [0.0, None]] and not cut["complete"]
+    rest, last = played(tmp_path / "cut", trials=2)
+    assert rest == whole and rest["complete"]
+    assert len(last) == 3 and all("green" in prompt for prompt in last)
+    assert played(tmp_path / "cut", trials=2) == (whole, [])
+    assert [line["episode/invalid"] for line in read_metrics(tmp_path / "cut")] == [0.0, 0.0]
+
+
 def test_a_damaged_trial_is_named(tmp_path: Path) -> None:
     played(tmp_path, trials=1)
     (tmp_path / "trials/1.episodes").write_bytes(b"x")
     with pytest.raises(DataError, match=r"1\.episodes: no finished trial"):
         played(tmp_path, trials=1)
+    played(tmp_path / "two", trials=1, repeats=2)
+    with pytest.raises(DataError, match=r"1\.episodes: .*reflexion/toy/bulb/0/r1/t1 is of no problem of this run"):
+        played(tmp_path / "two", trials=1)
 
 
 def guesser(request: Request) -> str:
@@ -161,7 +188,7 @@ def test_no_weight_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 
     monkeypatch.setattr(assembly, "load_policy", watched)
     arguments = ["train", str(REFLEXION), "--run.dir", str(tmp_path / "run"), "--run.tensorboard", "false"]
-    small = ["--reflexion.trials", "2", "--env.train_variations", "2"]
+    small = ["--reflexion.trials", "2", "--env.train_variations", "2", "--evaluation.repeats", "1"]
     assert main([*arguments, *small]) == 0
     assert [state_hash(policy.params) for policy in policies] == hashes
     assert len(hashes) == 1
@@ -173,6 +200,23 @@ def test_no_weight_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     refused(capsys, [*arguments, *small, "--resume", "never"], "has results; use --resume auto or another run.dir")
     refused(capsys, [*arguments, *small, "--reflexion.kept", "1"], "reflexion.kept = 3, now it is 1")
     refused(capsys, [*arguments, *small, "--resume", "x/1"], "--resume x/1: auto or never is allowed for reflexion")
+
+
+@pytest.mark.medium
+def test_a_run_of_retrospex_is_evaluated_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    arguments = ["train", str(ROOT / "configs/baselines/toy_retrospex.toml"), "--run.dir", str(run)]
+    arguments += ["--run.iterations", "0", "--retrospex.gold", "4", "--retrospex.updates", "50"]
+    arguments += ["--evaluation.repeats", "1", "--evaluation.temperature", "1.0", "--run.tensorboard", "false"]
+    assert main(arguments) == 0
+    _, ended = read_jsonl(run / "evaluations.jsonl")
+    moved = run.rename(tmp_path / "moved")
+    record = evaluate_run(moved)
+    assert (record["rows"], record["score"]) == (ended["rows"], ended["score"])
+    refused(capsys, ["evaluate", str(moved), "--step", "1"], "--step 1: a run of retrospex has one critic and no")
+    refused(capsys, ["checkpoint", "hash", str(moved)], "a run of retrospex trains no policy and has no checkpoints")
+    (moved / "critic.npz").write_bytes(b"PK")
+    refused(capsys, ["evaluate", str(moved)], "critic.npz: not a critic")
 
 
 def refused(capsys: pytest.CaptureFixture[str], arguments: Sequence[str], message: str) -> None:

@@ -15,12 +15,18 @@ from empo2_jax.types import Episode, Task
 
 @dataclass(frozen=True)
 class Chain:
-    """The trials of one problem so far."""
+    """The trials of one problem so far; a problem has `evaluation.repeats` chains, which know nothing of each other."""
 
     task: Task
+    repeat: int = 0
     reflections: tuple[str, ...] = ()  # as they are shown, newest first
     newest: Episode | None = None  # of the valid episodes
     best: Episode | None = None  # the first one of the highest score
+
+    @property
+    def id(self) -> str:
+        """Its name, and the beginning of its episodes' ids, which name their draws."""
+        return f"reflexion/{self.task}/r{self.repeat}"
 
     @property
     def solved(self) -> bool:

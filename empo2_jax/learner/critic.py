@@ -4,8 +4,11 @@ Small on purpose (two hidden layers over frozen embeddings, where the original t
 thousand transitions and rates a handful of actions per step. The policy is not touched. Losses are in `ops/iql.py`.
 """
 
+import io
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
+from zipfile import BadZipFile
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +16,14 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
 from empo2_jax.config_offline import RetrospexConfig
+from empo2_jax.errors import DataError
 from empo2_jax.learner.optim import Optimizer, critic_optimizer, descend
+from empo2_jax.metrics import write_atomically
 from empo2_jax.ops.iql import expectile_loss, td_target
 from empo2_jax.randomness import generator, words
 from empo2_jax.types import Transitions
+
+CRITIC_FILE = "critic.npz"  # in a run directory
 
 Rows = Float[Array | np.ndarray, "N D"]
 Network = list[tuple[Float32[Array, "..."], Float32[Array, "..."]]]  # weights and biases by layer
@@ -47,6 +54,25 @@ class Critic:
         room = max(8, 1 << (count - 1).bit_length())  # few shapes compile
         padded = (np.pad(part, ((0, room - count), (0, 0))) for part in (states, actions))
         return np.asarray(_least(self._q, *padded))[:count]
+
+    def save(self, path: Path) -> None:
+        """Write it as one file, which is there in full or not at all."""
+        content = io.BytesIO()
+        layers = {
+            f"{kind}{place}": part for place, pair in enumerate(self._q) for kind, part in zip("wb", pair, strict=True)
+        }
+        np.savez(content, **layers)
+        write_atomically(path, content.getvalue())
+
+    @classmethod
+    def load(cls, path: Path) -> "Critic":
+        """The critic in a file; raises `DataError` if it is not there or none."""
+        try:
+            with path.open("rb") as file, np.load(file) as layers:
+                q = [(jnp.asarray(layers[f"w{n}"]), jnp.asarray(layers[f"b{n}"])) for n in range(len(layers) // 2)]
+        except (OSError, EOFError, ValueError, KeyError, BadZipFile) as error:
+            raise DataError(f"{path}: not a critic: {error}") from None
+        return cls(q)
 
 
 def train_critic(data: Transitions, config: RetrospexConfig, *, seed: int) -> tuple[Critic, list[float]]:

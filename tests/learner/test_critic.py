@@ -1,10 +1,13 @@
 """The critic on a world small enough to solve by hand, and the same numbers whatever the batch."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from empo2_jax.config_offline import RetrospexConfig
-from empo2_jax.learner.critic import train_critic
+from empo2_jax.errors import DataError
+from empo2_jax.learner.critic import Critic, train_critic
 from empo2_jax.types import Transitions
 
 SETTINGS = RetrospexConfig(updates=4000, batch=256, hidden_size=32, learning_rate=3e-4, target_rate=0.1)
@@ -39,6 +42,17 @@ def test_values_do_not_depend_on_the_company(critic) -> None:
     together = found.values(ONE_HOT[[1] * 9 + [0]], ONE_HOT[[2] * 9 + [2]])
     np.testing.assert_allclose(together[-1:], found.values(ONE_HOT[[0]], ONE_HOT[[2]]), rtol=1e-5)
     assert found.values(ONE_HOT[[]], ONE_HOT[[]]).shape == (0,)
+
+
+def test_a_critic_comes_back_from_its_file(critic, tmp_path: Path) -> None:
+    path = tmp_path / "critic.npz"
+    critic[0].save(path)
+    asked = (ONE_HOT[[1, 1, 0]], ONE_HOT[[2, 3, 2]])
+    np.testing.assert_array_equal(Critic.load(path).values(*asked), critic[0].values(*asked))
+    path.write_bytes(path.read_bytes()[:-40])
+    for missing in (path, tmp_path / "none.npz"):
+        with pytest.raises(DataError, match="not a critic"):
+            Critic.load(missing)
 
 
 def test_a_shorter_training_is_the_beginning_of_a_longer_one(critic) -> None:
