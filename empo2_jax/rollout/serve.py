@@ -33,13 +33,12 @@ from empo2_jax.rollout.base import Request, Sampling
 from empo2_jax.rollout.batching import Batcher
 from empo2_jax.rollout.http_api import Limits, Served, make_app
 from empo2_jax.rollout.jax_engine import JaxEngine
-from empo2_jax.rollout.serve_options import ServeOptions
+from empo2_jax.rollout.serve_options import DTYPES, ServeOptions
 from empo2_jax.rollout.wire import Model
 
 DEFAULT_LENGTH = 4096  # tokens of a slot, where the model has more positions
 KEEP_ALIVE_S = 600  # a trainer asks again after its update; closing earlier races with that request
 ABORT_S = 5.0  # for aborted requests to be answered
-DTYPES = ("float32", "bfloat16")
 
 
 def serve(options: ServeOptions) -> int:
