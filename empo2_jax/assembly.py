@@ -108,8 +108,8 @@ def learner_parts(config: Config, policy: Policy) -> Parts:
     return Parts(*parts, weights_hash(policy.folder) if config.lora.enabled else "")
 
 
-def make_learner(config: Config, policy: Policy, parts: Parts) -> Learner:
-    """The learner of the policy loss."""
+def make_learner(config: Config, graphdef: nnx.GraphDef, frozen: Any, mesh: Mesh) -> Learner:
+    """The learner of the policy loss, of a model's structure and the parameters that are not trained."""
     algorithm = config.algorithm
     objective = partial(
         policy_loss,
@@ -121,13 +121,13 @@ def make_learner(config: Config, policy: Policy, parts: Parts) -> Learner:
         mask_sign=algorithm.mask_sign,
     )
     return Learner(
-        parts.graphdef,
+        graphdef,
         policy_optimizer(config.update),
         objective,
-        frozen=parts.frozen,
+        frozen=frozen,
         temperature=config.rollout.temperature,
         remat=config.model.remat,
-        mesh=policy.mesh,
+        mesh=mesh,
         offload_moments=config.update.offload_moments,
     )
 

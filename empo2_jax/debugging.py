@@ -73,7 +73,7 @@ def rerun(run_dir: Path, iteration: int) -> Generator[Rerun, None, bool | None]:
     start = run_dir / "start" if config.warmstart.updates else None
     policy = assembly.load_policy(config.model, start)
     parts = assembly.learner_parts(config, policy)
-    learner = assembly.make_learner(config, policy, parts)
+    learner = assembly.make_learner(config, parts.graphdef, parts.frozen, policy.mesh)
     restored, _, cursor = store.restore(iteration - 1, learner.init(parts.trainable))
     check_same_base(run_dir, cursor, parts.base, policy.folder)
     state = LearnerState(*restored)

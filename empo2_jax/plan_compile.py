@@ -4,18 +4,15 @@ Arrays are abstract, so nothing is allocated; the compiler is the CPU's and wide
 """
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from empo2_jax.assembly import make_learner
 from empo2_jax.config import Config
-from empo2_jax.learner.optim import policy_optimizer
-from empo2_jax.learner.step import Learner
 from empo2_jax.models.sharding import make_mesh, shardings, spec
-from empo2_jax.ops.losses import policy_loss
 from empo2_jax.plan_costs import abstract_parameters, temporary_bytes
 from empo2_jax.planning import BATCH_FIELDS, Plan
 from empo2_jax.types import Branches, TrainBatch
@@ -47,15 +44,9 @@ def lower_update(plan: Plan, config: Config) -> tuple[jax.stages.Lowered, jax.st
     fields = [rows_of(plan.length + plan.branches, dtype) for dtype in BATCH_FIELDS.values()]
     sides = Branches._make(rows_of(plan.branches, np.int32) for _ in Branches._fields) if plan.branches else None
     batch = TrainBatch._make([*fields, sides])
-    learner = Learner(
-        graphdef,
-        policy_optimizer(config.update),
-        partial(policy_loss, clip_low=0.2, clip_high=0.3, dual_clip=10.0),
-        frozen=frozen,
-        temperature=config.rollout.temperature,
-        remat=config.model.remat,
-        mesh=mesh,
-    )
+    # Where moments wait between updates is not part of either program: they are there when it runs.
+    update = config.update.model_copy(update={"offload_moments": False})
+    learner = make_learner(config.model_copy(update={"update": update}), graphdef, frozen, mesh)
     return learner.lower(params, batch)
 
 

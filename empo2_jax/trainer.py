@@ -110,7 +110,7 @@ class Trainer:
         parts = (self.collector, self.memory, self.novelty, self.writer)
         self.experience = Experience(config, tasks, self.algorithm, *parts)
         self.parts = assembly.learner_parts(config, self.policy)
-        self.learner = assembly.make_learner(config, self.policy, self.parts)
+        self.learner = assembly.make_learner(config, self.parts.graphdef, self.parts.frozen, self.policy.mesh)
         anchored = config.algorithm.kl_coefficient > 0
         self.reference = jax.tree.map(lambda leaf: leaf.copy(), self.parts.trainable) if anchored else None
         # The learner takes these arrays over (and donates them); the engine is given a copy in `restore`.
