@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-WIDTH, HEIGHT = 640, 300
+WIDTH, HEIGHT = 480, 270  # the texts can still be read where a page is as wide as a phone
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 40
 # Okabe and Ito's palette (safe for color-blind readers), darkened where contrast on white was below 3:1.
 COLORS = ("#0072b2", "#d55e00", "#007a5a", "#a8588a", "#8a6d00", "#2a7fa8", "#333333", "#7a4fbf")
@@ -42,7 +42,7 @@ def line_chart(title: str, series: Mapping[str, Points], x_label: str = "iterati
     ys = (y_ticks[0], y_ticks[-1])
     name = escape(title, quote=True)
     parts = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT + 22 * math.ceil(len(finite) / 3)}" role="img" aria-label="{name}">',
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT + _legend_height(len(finite))}" role="img" aria-label="{name}">',
         f"<title>{name}</title>",
         *_grid(xs, ys, x_ticks, y_ticks, escape(x_label)),
     ]
@@ -94,6 +94,40 @@ def interval_chart(title: str, intervals: Mapping[str, tuple[float, float, float
     return "".join([*parts, "</svg>"])
 
 
+def scatter_chart(title: str, groups: Mapping[str, Sequence[tuple[float, float, float]]]) -> str:
+    """An SVG with one dot per point, no axes, and a legend: places say what lies near what and nothing else.
+
+    Args:
+        title: Accessible name of the picture.
+        groups: Points (x, y, radius) by label; those that are not finite are left out. Each label has a color and a
+            small shift of its own, so that equal places of several labels are all seen.
+
+    Returns:
+        Markup, every text escaped; "" when there is no finite point.
+    """
+    finite = {label: [p for p in points if all(map(math.isfinite, p))] for label, points in groups.items()}
+    finite = {label: points for label, points in finite.items() if points}
+    if not finite:
+        return ""
+    every = [point for points in finite.values() for point in points]
+    xs, ys = _span([x for x, _, _ in every]), _span([y for _, y, _ in every])
+    name = escape(title, quote=True)
+    parts = [
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT + _legend_height(len(finite))}" role="img" aria-label="{name}">',
+        f"<title>{name}</title>",
+    ]
+    for number, (label, points) in enumerate(finite.items()):
+        color, turn = COLORS[number % len(COLORS)], 2 * math.pi * number / len(finite)
+        right, down = (4 * math.sin(turn), -4 * math.cos(turn)) if len(finite) > 1 else (0.0, 0.0)
+        for x, y, radius in points:
+            place = f'cx="{_place_x(x, xs) + right:.1f}" cy="{_place_y(y, ys) + down:.1f}" r="{radius:.1f}"'
+            parts.append(f'<circle {place} fill="{color}" fill-opacity="0.55"/>')
+        x, y = _legend_place(number)
+        parts.append(f'<circle cx="{x + 13}" cy="{y - 4}" r="5" fill="{color}"/>')
+        parts.append(f'<text x="{x + 32}" y="{y}">{escape(label)}</text>')
+    return "".join([*parts, "</svg>"])
+
+
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
     """About `count` round values that enclose [low, high], low < high."""
     raw = (high - low) / count
@@ -107,6 +141,14 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 def number_text(value: float) -> str:
     """A number in at most four significant digits."""
     return f"{value:,.0f}" if abs(value) >= 10_000 and float(value).is_integer() else f"{value:.4g}"
+
+
+def _legend_height(labels: int) -> int:
+    return 22 * math.ceil(labels / 2)
+
+
+def _legend_place(number: int) -> tuple[int, int]:
+    return 12 + number % 2 * 234, HEIGHT + 14 + 22 * (number // 2)
 
 
 def _span(values: list[float]) -> tuple[float, float]:
@@ -149,7 +191,7 @@ def _line(number: int, color: str, label: str, places: Points) -> list[str]:
     marks = (
         [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{color}"/>' for x, y in places] if len(places) < 41 else []
     )
-    x, y = LEFT + number % 3 * 195, HEIGHT + 14 + 22 * (number // 3)
+    x, y = _legend_place(number)
     legend = f'<line x1="{x}" x2="{x + 26}" y1="{y - 4}" y2="{y - 4}" stroke-width="2.5" {stroke}/>'
     text = f'<text x="{x + 32}" y="{y}">{escape(label)}</text>'
     return [f'<polyline points="{path}" fill="none" stroke-width="2" {stroke}/>', *marks, legend, text]

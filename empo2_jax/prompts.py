@@ -11,6 +11,11 @@ def tip_entry(tip: str, action: str, score: float) -> str:
     return f"{tip} (action : {action} ; score : {score:.0f} )"
 
 
+def tip_of(entry: str) -> str:
+    """The tip in the content of a memory entry, without the action and the score of its step."""
+    return entry.rpartition(" (action : ")[0] or entry
+
+
 def tips_block(tips: Sequence[str]) -> str:
     """Text appended to the user turn at which the tips were retrieved; "" without tips."""
     if not tips:

@@ -85,12 +85,20 @@ def record_config(config: Config) -> None:
 
 
 def record_command(run_dir: Path, arguments: Sequence[str]) -> None:
-    """Write `run.json`, the facts at the head of the report: command line, start time, versions, commit."""
+    """Write `run.json`, the facts at the head of the report: command line, start time, versions, commit.
+
+    `earlier_commits` names those of other code that the run was started with or continued by before.
+    """
+    before, commit = read_facts(run_dir), source_commit()
+    earlier = [name for name in str(before.get("earlier_commits", "")).split(", ") if name]
+    if before.get("commit", commit) != commit:
+        earlier.append(before["commit"] or "unknown")
     facts = {
         "command": shlex.join(arguments),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "empo2_jax": version("empo2_jax"),
-        "commit": source_commit(),
+        "commit": commit,
+        **({"earlier_commits": ", ".join(earlier)} if earlier else {}),
         "jax": version("jax"),
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from empo2_jax import run_record
 from empo2_jax.config import Config, parse_config
 from empo2_jax.config_file import load_config
 from empo2_jax.errors import CheckpointError
-from empo2_jax.run_record import check_same_run, record_config
+from empo2_jax.run_record import check_same_run, read_facts, record_command, record_config
 
 
 def test_another_configuration_is_refused_by_its_first_differing_keys() -> None:
@@ -30,6 +31,21 @@ def test_keys_that_do_not_reach_the_numbers_may_differ() -> None:
         }
     )
     check_same_run(Config(), longer)
+
+
+def test_the_code_that_a_run_went_through_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = []
+    for commit in ("a1", "a1", "b2", "", "c3-dirty"):
+        monkeypatch.setattr(run_record, "source_commit", lambda commit=commit: commit)
+        record_command(tmp_path, ["empo2", "train"])
+        facts.append({key: value for key, value in read_facts(tmp_path).items() if "commit" in key})
+    assert facts == [
+        {"commit": "a1"},
+        {"commit": "a1"},
+        {"commit": "b2", "earlier_commits": "a1"},
+        {"commit": "", "earlier_commits": "a1, b2"},
+        {"commit": "c3-dirty", "earlier_commits": "a1, b2, unknown"},
+    ]
 
 
 PANEL = 'env = "toy"\nsplit = "dev"\nrepeats = 3\ntemperature = 0.5\nseed = 9\n[tasks]\nbulb = [4, 1]\n'

@@ -15,7 +15,7 @@ from jaxtyping import Float32
 from empo2_jax.data.packing import pack, unpack
 from empo2_jax.data.rows import acting_rows, transfer
 from empo2_jax.learner.step import Learner
-from empo2_jax.ops.ratios import truncated_rollout_weight
+from empo2_jax.ops.ratios import LOG_RATIO_LIMIT, truncated_rollout_weight
 from empo2_jax.types import Episode, Mode, Row
 
 Values = list[Float32[np.ndarray, " _"]]  # one array per row, T values each
@@ -122,9 +122,12 @@ def _drift(rows: Sequence[Row], own: Values, acting: Values, stale: set[int], ca
 
 
 def _gaps(rows: Sequence[Row], own: Values, acting: Values, bare: Values, stale: set[int]) -> dict[str, float]:
-    """Engine against trainer where both have seen one prompt under the same weights; tips against no tips alike.
+    """Engine against trainer where both have seen one prompt under the same weights; tips against no tips.
 
-    What a stale row was sampled with differs by the weights too, so there only the trainer's own two log-probs count.
+    The latter under θ0, over tokens that were sampled with tips: `kl_tips_vs_bare` is the mean of log π(with) −
+    log π(without), an estimate of their KL in nats; `bare_ratio` the mean of w = π(without) / π(with), 1 on average;
+    `bare_ess` the effective sample size of these weights over the number of tokens, 0–1. What a stale row was sampled
+    with differs by the weights too, so there only the trainer's own two log-probs count.
     """
     same, off, on_memory = [], [], []
     for row, mine, acts, trunk in zip(rows, own, acting, bare, strict=True):
@@ -141,5 +144,10 @@ def _gaps(rows: Sequence[Row], own: Values, acting: Values, bare: Values, stale:
         metrics["mismatch/kl"] = float(gap.mean())
     for mode, gaps in ((Mode.OFF_POLICY, off), (Mode.ON_POLICY_WITH_MEMORY, on_memory)):
         if gaps and (gap := np.concatenate(gaps)).size:
+            bare_over_tips = np.exp(np.clip(-gap, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
             metrics[f"empo2/{mode.label}/kl_tips_vs_bare"] = float(gap.mean())
+            metrics[f"empo2/{mode.label}/bare_ratio"] = float(bare_over_tips.mean())
+            metrics[f"empo2/{mode.label}/bare_ess"] = float(
+                bare_over_tips.mean() ** 2 / np.square(bare_over_tips).mean()
+            )
     return metrics

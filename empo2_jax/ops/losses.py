@@ -122,7 +122,7 @@ def finalize_metrics(sums: Mapping[str, Array | np.ndarray], updates: int = 1) -
     Returns:
         `actor/*` over all action tokens, and `empo2/{on,on_memory,off}/*` for the modes that have tokens: mean ratio,
         `clipfrac`, `masked` (share of tokens), `masked_negative` (share of those with A < 0), `ess` (effective sample
-        size over tokens, 0–1), `logprob_gap` (mean absolute change since the denominator, nats).
+        size over tokens, 0–1), `logprob_gap` (mean absolute change since the denominator, nats), `entropy` (nats per token).
     """
     values = {name: np.asarray(value, np.float64) for name, value in sums.items()}
     tokens = max(values["tokens"].sum(), 1.0)
@@ -143,4 +143,5 @@ def finalize_metrics(sums: Mapping[str, Array | np.ndarray], updates: int = 1) -
         metrics[f"{prefix}/masked_negative"] = mode["masked_negative"] / max(mode["negative"], 1.0)
         metrics[f"{prefix}/ess"] = mode["ratio"] ** 2 / (count * mode["ratio_squared"])
         metrics[f"{prefix}/logprob_gap"] = mode["logprob_gap"] / count
+        metrics[f"{prefix}/entropy"] = mode["entropy"] / count
     return metrics

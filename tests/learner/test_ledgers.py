@@ -104,6 +104,9 @@ def test_gaps_keep_numerics_and_tips_apart():
     assert metrics["mismatch/logprob_abs_diff"] == pytest.approx(np.abs(same).mean())
     assert metrics["mismatch/logprob_abs_diff_max"] == pytest.approx(1.8)
     assert metrics["empo2/off/kl_tips_vs_bare"] == pytest.approx(plain.mean())
+    weights = np.exp(-plain)  # without tips over with tips
+    assert metrics["empo2/off/bare_ratio"] == pytest.approx(weights.mean())
+    assert metrics["empo2/off/bare_ess"] == pytest.approx(weights.sum() ** 2 / (3 * (weights**2).sum()))
 
 
 @pytest.mark.parametrize("cap", [2.0, None])

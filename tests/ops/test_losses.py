@@ -100,6 +100,7 @@ def test_metrics_by_hand() -> None:
     assert metrics["empo2/off/ratio"] == pytest.approx((3 + root) / 4)
     assert metrics["empo2/off/ess"] == pytest.approx((3 + root) ** 2 / (4 * (3 + root**2)))
     assert metrics["empo2/off/logprob_gap"] == pytest.approx(0.125)
+    assert metrics["empo2/off/entropy"] == pytest.approx(0.4)
     assert not [name for name in metrics if name.startswith(("empo2/on/", "empo2/on_memory/"))]
 
 

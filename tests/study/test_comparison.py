@@ -32,8 +32,10 @@ def test_unequal_commits_and_unfinished_runs_are_marked(tmp_path: Path) -> None:
     first, second = make_run(tmp_path / "a", 40.0), make_run(tmp_path / "b", 60.0, "run.iterations=5", commit="beef")
     lines = (second / "evaluations.jsonl").read_text().splitlines(keepends=True)
     (second / "evaluations.jsonl").write_text(lines[0] + lines[1][:40])  # being written
+    (first / "run.json").write_text('{"commit": "c0ffee", "earlier_commits": "dead"}')
     text = compare_runs([first, second], tmp_path / "page.html").read_text()
     assert "The runs are of different commits: c0ffee, beef." in text
+    assert "a was begun by other code and continued: dead." in text
     assert "Last evaluations after unequal numbers of iterations: a after 2, b after 0." in text
     assert "b is not finished: 2 of 5 iterations." in text
     assert "<td>b</td><td>0</td><td>0.0</td>" in text

@@ -1,0 +1,74 @@
+"""What a reader must know before believing a number: an unfinished run, other code, other panels, values left out."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from empo2_jax.metrics import Record
+from empo2_jax.report.parts import is_number
+from empo2_jax.report.run_files import RunFiles
+
+
+def marks(run: RunFiles) -> list[str]:
+    """The remarks at the head of the page."""
+    return [*_progress(run), *_commits(run), *_evaluations(run.evaluations), *_numbers(run.metrics), *run.remarks]
+
+
+def comparable(evaluations: Sequence[Record]) -> list[bool]:
+    """Which have means that compare with those of the last complete one: complete too, of the same problems."""
+    played = [_problems(line) if line["complete"] else None for line in evaluations]
+    last = next((problems for problems in reversed(played) if problems), None)
+    return [problems is not None and problems == last for problems in played]
+
+
+def _problems(evaluation: Record) -> Any:
+    """Split, problems and repeats."""
+    return evaluation["split"], {(row["task"], row["variation"], len(row["scores"])) for row in evaluation["rows"]}
+
+
+def _progress(run: RunFiles) -> list[str]:
+    done = run.metrics[-1]["iteration"] if run.metrics else 0
+    if run.config is None:
+        return [] if run.metrics else ["No iteration is recorded yet."]
+    wanted = run.config.run.iterations
+    if run.config.algorithm.name == "reflexion" or done >= wanted:  # the first ends when all is solved
+        return []
+    return [f"The run is not finished: {done} of {wanted} iterations. All numbers are up to there."]
+
+
+def _commits(run: RunFiles) -> list[str]:
+    commit, earlier = str(run.facts.get("commit", "")), str(run.facts.get("earlier_commits", ""))
+    found = []
+    if earlier:
+        found.append(f"The run was continued by other code: {earlier}, then {commit or 'unknown'}.")
+    if dirty := [name for name in (*earlier.split(", "), commit) if name.endswith("-dirty")]:
+        found.append(f"The code was changed after its commit: {', '.join(dirty)}.")
+    return found
+
+
+def _evaluations(evaluations: Sequence[Record]) -> list[str]:
+    partial, other = [], []
+    for line, same in zip(evaluations, comparable(evaluations), strict=True):
+        if not same:
+            (other if line["complete"] else partial).append(f"{line['label']} @ {line['iteration']}")
+    found = []
+    if partial:
+        found.append(f"Episodes of these evaluations failed, their means are of a part: {', '.join(partial)}.")
+    if other:
+        found.append(
+            f"These evaluations played other problems than the last one and do not compare: {', '.join(other)}."
+        )
+    return found
+
+
+def _numbers(metrics: Sequence[Record]) -> list[str]:
+    counts: dict[str, int] = {}
+    for record in metrics:
+        for key, value in record.items():
+            if not is_number(value):
+                counts[key] = counts.get(key, 0) + 1
+    found = [f"{key} in {count} of {len(metrics)} iterations" for key, count in sorted(counts.items())]
+    places = [record["iteration"] for record in metrics]
+    gaps = [f"{before} → {after}" for before, after in pairwise(places) if after != before + 1]
+    left_out = [f"Not finite, and left out of the charts: {', '.join(found)}."] if found else []
+    return left_out + ([f"The iterations are not one after another: {', '.join(gaps)}."] if gaps else [])
