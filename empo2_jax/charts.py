@@ -6,6 +6,7 @@ from html import escape
 
 WIDTH, HEIGHT = 480, 270  # the texts can still be read where a page is as wide as a phone
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 40
+LEGEND = 27  # characters of a label
 # Okabe and Ito's palette (safe for color-blind readers), darkened where contrast on white was below 3:1.
 COLORS = ("#0072b2", "#d55e00", "#007a5a", "#a8588a", "#8a6d00", "#2a7fa8", "#333333", "#7a4fbf")
 DASHES = ("", "7 3", "2 3", "9 3 2 3")
@@ -124,7 +125,7 @@ def scatter_chart(title: str, groups: Mapping[str, Sequence[tuple[float, float, 
             parts.append(f'<circle {place} fill="{color}" fill-opacity="0.55"/>')
         x, y = _legend_place(number)
         parts.append(f'<circle cx="{x + 13}" cy="{y - 4}" r="5" fill="{color}"/>')
-        parts.append(f'<text x="{x + 32}" y="{y}">{escape(label)}</text>')
+        parts.append(f'<text x="{x + 32}" y="{y}">{_legend_text(label)}</text>')
     return "".join([*parts, "</svg>"])
 
 
@@ -145,6 +146,11 @@ def number_text(value: float) -> str:
 
 def _legend_height(labels: int) -> int:
     return 22 * math.ceil(labels / 2)
+
+
+def _legend_text(label: str) -> str:
+    """The label, escaped; of a long one the end, which tells paths apart."""
+    return escape(label if len(label) <= LEGEND else f"…{label[1 - LEGEND :]}")
 
 
 def _legend_place(number: int) -> tuple[int, int]:
@@ -193,5 +199,5 @@ def _line(number: int, color: str, label: str, places: Points) -> list[str]:
     )
     x, y = _legend_place(number)
     legend = f'<line x1="{x}" x2="{x + 26}" y1="{y - 4}" y2="{y - 4}" stroke-width="2.5" {stroke}/>'
-    text = f'<text x="{x + 32}" y="{y}">{escape(label)}</text>'
+    text = f'<text x="{x + 32}" y="{y}">{_legend_text(label)}</text>'
     return [f'<polyline points="{path}" fill="none" stroke-width="2" {stroke}/>', *marks, legend, text]

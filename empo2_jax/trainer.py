@@ -351,14 +351,12 @@ class Trainer:
         return {"staleness/mean": float(np.mean(ages)), "staleness/max": float(max(ages))}
 
     def _traffic(self, groups: Sequence[EpisodeGroup]) -> dict[str, float]:
-        """Count what was spent; modes as shares of the episodes."""
+        """Count what was spent; `memory/hit_rate` is left out where no episode acted with memory."""
         episodes = [episode for group in groups for episode in group.episodes]
         steps = [step for episode in episodes for step in episode.steps]
         cost = spent(episodes)
         self._sampled = cost["sampled_tokens"]
         self.totals = {name: self.totals[name] + value for name, value in cost.items()}
         hits = [bool(step.tips) for episode in episodes if episode.with_memory for step in episode.steps]
-        return {
-            "episode/valid_actions": float(np.mean([step.valid for step in steps])) if steps else 0.0,
-            "memory/hit_rate": float(np.mean(hits)) if hits else 0.0,
-        }
+        valid = {"episode/valid_actions": float(np.mean([step.valid for step in steps])) if steps else 0.0}
+        return valid | ({"memory/hit_rate": float(np.mean(hits))} if hits else {})

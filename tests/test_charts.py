@@ -26,6 +26,7 @@ def test_ticks_are_round_and_enclose(low: float, high: float, expected: list[flo
 def test_chart_places_points_and_escapes_labels() -> None:
     svg = line_chart("a <title>", {"<x>": [(0.0, 0.0), (1.0, 1.0)], "gone": [(0.0, float("nan"))]})
     assert 'points="62.0,230.0 466.0,14.0"' in svg
+    assert ">…" + "y" * 26 + "<" in line_chart("long", {"x" * 9 + "y" * 26: [(0.0, 0.0)]})
     assert "&lt;x&gt;" in svg and "gone" not in svg and 'aria-label="a &lt;title&gt;"' in svg
     assert line_chart("empty", {"a": []}) == ""
 

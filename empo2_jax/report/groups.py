@@ -73,5 +73,5 @@ def section(found: Sequence[PhantomGroup], size: int | None) -> Section:
         for group in newest
     ]
     columns = ["group", "iteration", "task", "valid members", "return of all", "novelty"]
-    note = first_of(len(rows), len(found), "groups", "newest first")
+    note = first_of(len(rows), len(found), "Groups", "newest first")
     return Section(title, about, tables=[Table("Groups", note, columns, rows, filtered=True)])

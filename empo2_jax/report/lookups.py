@@ -79,7 +79,7 @@ def _states(lookups: Lookups) -> Table:
         iterations = f"{state.first} – {state.last}"
         hits = f"{state.answered:,} of {state.asked:,}"
         rows.append([Cell(name, search=name), task, "\n".join(shown + more) or "none", hits, iterations])
-    note = first_of(len(rows), len(lookups.states), "states", "those asked most often first")
+    note = first_of(len(rows), len(lookups.states), "States", "those asked most often first")
     columns = ["state", "task", "tips found: times, entry [score]", "lookups with a tip", "iterations"]
     return Table("What memory answered", note, columns, rows, filtered=True)
 
@@ -94,7 +94,7 @@ def _buffers(kept: Kept) -> Table:
         scores, iterations = [tip["score"] for tip in tips], [tip["iteration"] for tip in tips]
         numbers = [f"{len(tips):,}", f"{fmean(scores):.1f}", f"{max(scores):.1f}"]
         rows.append([name, *numbers, f"{min(iterations)} – {max(iterations)}"])
-    note = f"At checkpoint {kept.step}. " + first_of(len(rows), len(by_buffer), "buffers", "largest first")
+    note = f"At checkpoint {kept.step}. " + first_of(len(rows), len(by_buffer), "Buffers", "largest first")
     columns = ["buffer", "entries", "mean score", "best score", "written in iterations"]
     return Table("Buffers of the memory", note, columns, rows, filtered=True)
 
@@ -109,7 +109,7 @@ def _entries(kept: Kept, effects: TipEffects) -> Table:
         where = Cell(tip["episode"], search=tip["episode"])
         rows.append([tip["content"], tip["buffer"], f"{tip['score']:.1f}", where, *effect])
     note = f"At checkpoint {kept.step}. " + first_of(
-        len(rows), len(kept.tips), "entries", "best score first, then newest"
+        len(rows), len(kept.tips), "Entries", "best score first, then newest"
     )
     columns = ["entry", "buffer", "score", "written after", "episodes compared", "gain of its tip"]
     return Table("Entries of the memory", note, columns, rows, filtered=True)

@@ -113,6 +113,6 @@ def _texts(visits: Visits) -> Table:
         ]
         for (task, name), state in most
     ]
-    note = first_of(len(rows), len(visits.states), "states of recorded episodes", "most visited first")
+    note = first_of(len(rows), len(visits.states), "States of recorded episodes", "most visited first")
     columns = ["state", "task", "visits", "iterations", "novelty paid, first → last"]
     return Table("States by their text", note, columns, rows, filtered=True)

@@ -14,7 +14,7 @@ class Cell:
     """A table's cell that is more than a text."""
 
     text: str
-    search: str = ""  # what the episode viewer looks for when the cell is chosen
+    search: str = ""  # what the episode viewer looks for when the cell is chosen; spaces count as one
     share: float | None = None  # drawn as a bar, 0–1
 
 
@@ -82,4 +82,4 @@ def spread(items: Sequence[T], count: int) -> list[T]:
 
 def first_of(shown: int, found: int, what: str, order: str) -> str:
     """What a table that may be cut says of itself."""
-    return f"{found:,} {what}, {order}." if shown == found else f"The first {shown:,} of {found:,} {what}, {order}."
+    return f"{what}: {found:,}, {order}." if shown == found else f"{what}: the first {shown:,} of {found:,}, {order}."

@@ -7,6 +7,7 @@ const make = (tag, text, name) => {
   return node;
 };
 const option = (value, text) => { const node = make("option", text); node.value = value; return node; };
+const plain = text => text.replace(/\s+/g, " ").trim().toLowerCase();
 const points = x => (Math.round(x * 100) / 100).toString();
 
 // Filters of the tables: a row stays while one of its cells has the text.
@@ -25,7 +26,7 @@ const episodes = JSON.parse(get("data").textContent);
 const texts = episodes.map(episode => [
   episode.id, episode.task, episode.goal, episode.tip_written, episode.error,
   ...episode.steps.flatMap(step => [step.observation, step.state_before, step.action, step.resolved, ...step.tips.map(tip => tip.content)]),
-].filter(Boolean).join("\n").toLowerCase());
+].filter(Boolean).map(plain).join("\n"));
 const failed = episode => ["env_error", "engine_error"].includes(episode.stop_reason);
 const sawTips = episode => episode.steps.some(step => step.tips.length);
 const filters = {
@@ -44,7 +45,7 @@ const orders = {
 };
 
 function marked(tag, text, name) {
-  const node = make(tag, "", name), word = get("search").value.toLowerCase(), lower = text.toLowerCase();
+  const node = make(tag, "", name), word = get("search").value.trim().toLowerCase(), lower = text.toLowerCase();
   let place = 0;
   for (let at; word && lower.length === text.length && (at = lower.indexOf(word, place)) >= 0; place = at + word.length) {
     node.append(text.slice(place, at), make("mark", text.slice(at, at + word.length)));
@@ -53,8 +54,8 @@ function marked(tag, text, name) {
   return node;
 }
 
-function list(wanted) {
-  const word = get("search").value.toLowerCase();
+function list() {
+  const word = plain(get("search").value);
   const places = episodes.map((_, place) => place).filter(place => texts[place].includes(word)
     && Object.entries(filters).every(([id, value]) => !get(id).value || value(episodes[place]) === get(id).value));
   const order = orders[get("order").value];
@@ -63,8 +64,6 @@ function list(wanted) {
     const episode = episodes[place];
     return option(place, `${episode.id} · ${episode.task} · ${episode.mode} · score ${points(episode.score)} · ${episode.stop_reason}`);
   }));
-  const at = places.findIndex(place => episodes[place].id === wanted);
-  if (at >= 0) get("episode").selectedIndex = at;
   show();
 }
 
@@ -110,11 +109,11 @@ function clear() {
 Object.entries(filters).forEach(([id, value]) => {
   const found = new Set(episodes.map(value));
   get(id).append(option("", "all"), ...[...found].map(name => option(name, name)));
-  get(id).addEventListener("change", () => list());
+  get(id).addEventListener("change", list);
 });
 Object.keys(orders).forEach(name => get("order").append(option(name, name)));
-get("order").addEventListener("change", () => list());
-get("search").addEventListener("input", () => list());
+get("order").addEventListener("change", list);
+get("search").addEventListener("input", list);
 get("episode").addEventListener("change", show);
 get("before").addEventListener("click", () => move(-1));
 get("after").addEventListener("click", () => move(1));

@@ -56,6 +56,6 @@ def test_an_empty_memory_and_a_huge_one_are_said_to_be_that() -> None:
     many = [tip(f"tip {n}", float(n % 7), counter=n, buffer=f"b{n % 90}") for n in range(20_000)]
     buffers, memory = section(Lookups(), Kept(6, many, {}, NO_STATES), TipEffects()).tables
     assert len(memory.rows) == ENTRIES_SHOWN
-    assert "The first 300 of 20,000 entries, best score first" in memory.note
-    assert "The first 50 of 90 buffers" in buffers.note
+    assert "Entries: the first 300 of 20,000, best score first" in memory.note
+    assert "Buffers: the first 50 of 90, largest first." in buffers.note
     assert memory.rows[0][0] == "tip 19998"  # the newest of the best

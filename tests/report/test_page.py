@@ -71,7 +71,7 @@ def full_run(folder: Path) -> Path:
     saw = [(tip_entry("go left", "go", 70.0), 70.0)]
     for_two = {
         1: [
-            episode("i0/g0/e0", score=10.0, steps=[step(ATTACK), step("attic")]),
+            episode("i0/g0/e0", score=10.0, steps=[step(ATTACK), step("a long\n\tattic")]),
             episode("i0/g0/e1", "OFF_POLICY", 40.0, steps=[step("hall", saw), step("attic")]),
             episode("i0/g1/e0", steps=[step(novelty=1.0)]),
             episode("i0/g1/e1", steps=[step(novelty=2.0)]),
@@ -281,13 +281,17 @@ def test_the_page_in_a_real_browser(tmp_path: Path, width: int) -> None:
         press(tab, "Enter", 13, "\r")
         assert tab.evaluate("document.querySelector('#episode').length") == 2
         assert tab.evaluate("[...document.querySelectorAll('#viewer mark')].map(m => m.textContent)") == ["go left"]
+        tab.evaluate(
+            "[...document.querySelectorAll('button.find')].find(b => b.textContent.startsWith('a long')).click()"
+        )
+        assert tab.evaluate("document.querySelector('#episode').length") == 1
         tab.evaluate("search.value = 'nowhere'; search.dispatchEvent(new Event('input'))")
         assert visible_text(tab, "#count") == "No episode matches."
         # the filter of a table
         table = "document.querySelector('#metrics .table')"
         tab.evaluate(f"{table}.closest('details').open = true")
         tab.evaluate(
-            f"(i => {{i.value = 'RATIO'; i.dispatchEvent(new Event('input'))}})({table}.querySelector('input'))"
+            f"(i => {{i.value = 'EMPO2'; i.dispatchEvent(new Event('input'))}})({table}.querySelector('input'))"
         )
         assert tab.evaluate(f"[...{table}.querySelectorAll('tbody tr')].filter(r => r.checkVisibility()).length") == 2
         assert tab.evaluate(f"{table}.querySelector('[role=status]').textContent") == "2 of 6 rows"
