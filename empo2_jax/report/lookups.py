@@ -3,7 +3,6 @@
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
 
 from empo2_jax.metrics import Record
 from empo2_jax.prompts import tip_of
@@ -12,8 +11,7 @@ from empo2_jax.report.run_files import Kept
 from empo2_jax.report.tip_effects import TipEffects
 from empo2_jax.types import Mode
 
-STATES_SHOWN, TIPS_SHOWN, ENTRIES_SHOWN = 200, 5, 300
-LARGEST_BUFFERS = 50
+STATES_SHOWN, TIPS_SHOWN, BUFFERS_SHOWN = 200, 5, 50
 
 
 @dataclass
@@ -59,7 +57,7 @@ def section(lookups: Lookups, kept: Kept | None, effects: TipEffects) -> Section
         missing.append("No recorded episode acted with memory.")
     if kept is None:
         missing.append("The content of the memory is not shown: no checkpoint of this run can be read.")
-    elif not kept.tips:
+    elif not kept.memory.entries:
         missing.append(f"The memory is empty at checkpoint {kept.step}.")
     else:
         tables += [_buffers(kept), _entries(kept, effects)]
@@ -85,34 +83,32 @@ def _states(lookups: Lookups) -> Table:
 
 
 def _buffers(kept: Kept) -> Table:
-    by_buffer: dict[str, list[Record]] = defaultdict(list)
-    for tip in kept.tips:
-        by_buffer[tip["buffer"]].append(tip)
-    largest = sorted(by_buffer.items(), key=lambda item: (-len(item[1]), item[0]))[:LARGEST_BUFFERS]
-    rows = []
-    for name, tips in largest:
-        scores, iterations = [tip["score"] for tip in tips], [tip["iteration"] for tip in tips]
-        numbers = [f"{len(tips):,}", f"{fmean(scores):.1f}", f"{max(scores):.1f}"]
-        rows.append([name, *numbers, f"{min(iterations)} – {max(iterations)}"])
-    note = f"At checkpoint {kept.step}. " + first_of(len(rows), len(by_buffer), "Buffers", "largest first")
+    largest = sorted(kept.memory.buffers.items(), key=lambda item: (-item[1].entries, item[0]))[:BUFFERS_SHOWN]
+    rows = [
+        [
+            name,
+            f"{buffer.entries:,}",
+            f"{buffer.total / buffer.entries:.1f}",
+            f"{buffer.best:.1f}",
+            f"{buffer.first} – {buffer.last}",
+        ]
+        for name, buffer in largest
+    ]
+    order = first_of(len(rows), len(kept.memory.buffers), "Buffers", "largest first")
     columns = ["buffer", "entries", "mean score", "best score", "written in iterations"]
-    return Table("Buffers of the memory", note, columns, rows, filtered=True)
+    return Table("Buffers of the memory", f"At checkpoint {kept.step}. {order}", columns, rows, filtered=True)
 
 
 def _entries(kept: Kept, effects: TipEffects) -> Table:
-    gains = _gains(effects)
-    best = sorted(kept.tips, key=lambda tip: (-tip["score"], -tip["counter"]))[:ENTRIES_SHOWN]
-    rows = []
-    for tip in best:
+    gains, rows = _gains(effects), []
+    for tip in kept.memory.best:
         seen, gain = gains.get(tip_of(tip["content"]), (0, 0.0))
         effect = [f"{seen:,}", f"{gain:+.1f}"] if seen else ["0", "–"]
         where = Cell(tip["episode"], search=tip["episode"])
         rows.append([tip["content"], tip["buffer"], f"{tip['score']:.1f}", where, *effect])
-    note = f"At checkpoint {kept.step}. " + first_of(
-        len(rows), len(kept.tips), "Entries", "best score first, then newest"
-    )
+    order = first_of(len(rows), kept.memory.entries, "Entries", "best score first, then newest")
     columns = ["entry", "buffer", "score", "written after", "episodes compared", "gain of its tip"]
-    return Table("Entries of the memory", note, columns, rows, filtered=True)
+    return Table("Entries of the memory", f"At checkpoint {kept.step}. {order}", columns, rows, filtered=True)
 
 
 def _gains(effects: TipEffects) -> dict[str, tuple[int, float]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jinja2
 
-from empo2_jax.metrics import Record, write_atomically
+from empo2_jax.metrics import write_atomically
 from empo2_jax.report import curves, groups, lookups, novelty_map, tables, tip_effects, viewer
 from empo2_jax.report.curves import COST, LEARNING, MEMORY, MODES, OPTIMIZATION
 from empo2_jax.report.marks import marks
@@ -28,7 +28,7 @@ class Survey:
     phantoms: list[groups.PhantomGroup] = field(default_factory=list)
     asked: lookups.Lookups = field(default_factory=lookups.Lookups)
     visits: novelty_map.Visits = field(default_factory=novelty_map.Visits)
-    shown: dict[int, list[Record]] = field(default_factory=dict)  # by iteration, for the viewer
+    shown: dict[int, list[str]] = field(default_factory=dict)  # episodes for the viewer, by iteration
     remarks: list[str] = field(default_factory=list)  # on files that were left out
 
 
@@ -55,7 +55,7 @@ def write_report(run_dir: Path) -> Path:
         marks=[*marks(run), *found.remarks],
         sections=sections(run, found, size),
         last=tables.last_values(run.metrics),
-        episodes_json=viewer.embed_json(episodes),
+        episodes_json=viewer.embed(episodes),
         episodes_shown=len(episodes),
         episodes_found=found.recorded,
         config=run.config_text,
@@ -77,7 +77,7 @@ def survey(run: RunFiles, group_size: int | None) -> Survey:
         found.asked.add(iteration, episodes)
         found.visits.add(iteration, episodes)
         if iteration in wanted:
-            found.shown[iteration] = episodes
+            found.shown[iteration] = viewer.texts(iteration, episodes)
     return found
 
 

@@ -8,6 +8,8 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BytesIO
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +30,7 @@ from empo2_jax.metrics import (
     read_jsonl,
     read_metrics,
 )
+from empo2_jax.report.memory_content import Content, read_content
 from empo2_jax.run_record import CONFIG_FILE, origin, read_facts
 
 LOSSES_FILE = "start/losses.json"  # of the warm start
@@ -47,7 +50,7 @@ class Kept:
     """Memory and novelty of the newest checkpoint whose files are what was written."""
 
     step: int
-    tips: list[Record]
+    memory: Content
     visits: dict[str, list[int]]  # by key of the novelty store, in the order of `states`
     states: Float32[np.ndarray, "N D"]  # embeddings, unit norm; none where they were too many or are not kept
 
@@ -152,18 +155,18 @@ def _kept(folder: Path, remarks: list[str]) -> Kept | None:
 
 def _of_step(folder: Path, step: int, remarks: list[str]) -> Kept:
     sums = read_json(folder / MANIFEST).get("files", {})
-    tips = [json.loads(line) for line in _checked(folder, TIPS_FILE, sums).splitlines()[1:]]  # a header comes first
+    memory = read_content(islice(BytesIO(_checked(folder, TIPS_FILE, sums)), 1, None))  # a header comes first
     if VISITS_FILE not in sums:  # another kind of novelty, without entries
-        return Kept(step, tips, {}, np.zeros((0, 0), np.float32))
+        return Kept(step, memory, {}, np.zeros((0, 0), np.float32))
     visits = json.loads(_checked(folder, VISITS_FILE, sums))
     size = (folder / STATES_FILE).stat().st_size
     if size > LARGEST_STORE:
         remarks.append(f"The novelty map is left out: its states take {size / 1e6:,.0f} MB.")
-        return Kept(step, tips, visits, np.zeros((0, 0), np.float32))
+        return Kept(step, memory, visits, np.zeros((0, 0), np.float32))
     states = load(_checked(folder, STATES_FILE, sums))["embeddings"]
     if len(states) != sum(map(len, visits.values())):
         raise CheckpointError(f"{STATES_FILE}: {len(states)} states do not fit the visits in {VISITS_FILE}")
-    return Kept(step, tips, visits, states)
+    return Kept(step, memory, visits, states)
 
 
 def _checked(folder: Path, name: str, sums: dict[str, str]) -> bytes:

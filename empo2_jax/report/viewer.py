@@ -2,12 +2,11 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from empo2_jax.metrics import Record
 from empo2_jax.report.parts import spread
 
-EPISODE_BYTES = 8_000_000  # of episodes embedded in the page; the rest stays in the run directory
+EPISODE_BYTES = 8_000_000  # characters of episodes in the page; the rest stays in the run directory
 ITERATIONS = 40
 
 
@@ -16,27 +15,38 @@ def wanted(iterations: Sequence[int]) -> list[int]:
     return spread(iterations, ITERATIONS)
 
 
-def choose(by_iteration: Mapping[int, Sequence[Record]], budget: int = EPISODE_BYTES) -> list[Record]:
+def texts(iteration: int, episodes: Sequence[Record]) -> list[str]:
+    """Episodes as JSON with their iteration: the first ones, as many as an iteration may bring at most."""
+    made: list[str] = []
+    left = EPISODE_BYTES // 4
+    for episode in episodes:
+        made.append(json.dumps({"iteration": iteration, **episode}, ensure_ascii=False, separators=(",", ":")))
+        left -= len(made[-1])
+        if left < 0:
+            break
+    return made
+
+
+def choose(by_iteration: Mapping[int, Sequence[str]], budget: int = EPISODE_BYTES) -> list[str]:
     """Episodes within `budget` characters, by iteration: the first of every one, then the second, and so on."""
-    shown, used = [], 0
+    counts, used = dict.fromkeys(by_iteration, 0), 0
     for rank in range(max(map(len, by_iteration.values()), default=0)):
         for iteration, episodes in by_iteration.items():
             if rank < len(episodes):
-                record = {"iteration": iteration, **episodes[rank]}
-                used += len(json.dumps(record))
+                used += len(episodes[rank])
                 if used > budget:
-                    return _ordered(shown)
-                shown.append(record)
-    return _ordered(shown)
+                    return _first(by_iteration, counts)
+                counts[iteration] += 1
+    return _first(by_iteration, counts)
 
 
-def embed_json(value: Any) -> str:
-    """JSON that is safe inside a script element: no `<`, `>`, `&` or line separator stands in it as such."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+def embed(texts: Sequence[str]) -> str:
+    """A JSON list of JSON values that is safe inside a script element: no `<`, `>`, `&` or line separator is in it."""
+    text = f"[{','.join(texts)}]"
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
 
 
-def _ordered(episodes: list[Record]) -> list[Record]:
-    return sorted(episodes, key=lambda record: record["iteration"])
+def _first(by_iteration: Mapping[int, Sequence[str]], counts: Mapping[int, int]) -> list[str]:
+    return [text for iteration in sorted(by_iteration) for text in by_iteration[iteration][: counts[iteration]]]

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from empo2_jax.report.memory_content import Content
 from empo2_jax.report.novelty_map import DOTS, Visits, project, section
 from empo2_jax.report.run_files import Kept
 from tests.fixtures.recorded import episode, step
@@ -27,7 +28,7 @@ def test_few_or_equal_states_have_places_too(states: np.ndarray) -> None:
 
 
 def test_the_map_has_a_dot_per_state_and_counts_visits() -> None:
-    kept = Kept(8, [], {"a": [1, 10], "b": [5]}, np.eye(3, dtype=np.float32))
+    kept = Kept(8, Content(), {"a": [1, 10], "b": [5]}, np.eye(3, dtype=np.float32))
     (chart,) = section(kept, Visits()).charts
     assert chart.svg.count("<circle") == 3 + 2  # and two in the legend
     assert "3 distinct states at checkpoint 8" in chart.note and "up to 10 times" in chart.note
@@ -38,7 +39,7 @@ def test_many_states_and_tasks_are_thinned_and_said_to_be() -> None:
     count = DOTS + 700
     visits = {f"task {n}": [1] * (count // 11) for n in range(11)}
     states = np.random.default_rng(0).standard_normal((sum(map(len, visits.values())), 6)).astype(np.float32)
-    (chart,) = section(Kept(8, [], visits, states), Visits()).charts
+    (chart,) = section(Kept(8, Content(), visits, states), Visits()).charts
     assert f"{DOTS:,} of them are drawn" in chart.note
     assert chart.svg.count("<circle") == DOTS + 8 and ">others<" in chart.svg
 
@@ -56,7 +57,7 @@ def test_states_are_counted_by_their_text_with_what_was_paid() -> None:
 
 def test_a_missing_map_is_explained() -> None:
     assert "no checkpoint" in section(None, Visits()).missing[0]
-    no_entries = Kept(8, [], {}, np.zeros((0, 0), np.float32))
+    no_entries = Kept(8, Content(), {}, np.zeros((0, 0), np.float32))
     assert "no state is kept at checkpoint 8" in section(no_entries, Visits()).missing[0]
-    too_many = section(Kept(8, [], {"a": [1]}, np.zeros((0, 0), np.float32)), Visits())
+    too_many = section(Kept(8, Content(), {"a": [1]}, np.zeros((0, 0), np.float32)), Visits())
     assert not too_many.charts

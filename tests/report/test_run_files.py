@@ -18,7 +18,7 @@ def test_the_newest_checkpoint_gives_memory_and_novelty(tmp_path: Path) -> None:
     (run / "checkpoints/.tmp-11").mkdir()
     found = read_run(run)
     assert found.kept is not None and not found.remarks
-    assert (found.kept.step, [line["content"] for line in found.kept.tips]) == (10, ["new", "newer"])
+    assert (found.kept.step, [line["content"] for line in found.kept.memory.best]) == (10, ["newer", "new"])
     assert found.kept.visits == {"a": [4, 1], "b": [2]}
     np.testing.assert_array_equal(found.kept.states, np.eye(3, 5))
 
@@ -26,7 +26,7 @@ def test_the_newest_checkpoint_gives_memory_and_novelty(tmp_path: Path) -> None:
 def test_another_kind_of_novelty_keeps_no_states(tmp_path: Path) -> None:
     write_checkpoint(make_run(tmp_path), 2, [tip("new", 2.0)])
     kept = read_run(tmp_path).kept
-    assert kept is not None and len(kept.tips) == 1 and kept.visits == {} and not len(kept.states)
+    assert kept is not None and kept.memory.entries == 1 and kept.visits == {} and not len(kept.states)
 
 
 @pytest.mark.parametrize(

@@ -2,31 +2,30 @@
 
 import json
 
-from empo2_jax.report.viewer import ITERATIONS, choose, embed_json, wanted
+from empo2_jax.report.viewer import EPISODE_BYTES, ITERATIONS, choose, embed, texts, wanted
 
 ATTACK = "</script><script>alert(1)</script><b>&amp;"
 
 
 def test_embedded_json_is_the_same_value() -> None:
-    value = {"text": f"{ATTACK} \u2028 é"}
-    text = embed_json(value)
-    assert json.loads(text) == value
+    values = [{"text": f"{ATTACK} \u2028 é"}, {"n": 1}]
+    text = embed([json.dumps(value, ensure_ascii=False) for value in values])
+    assert json.loads(text) == values
     assert not set("<>&\u2028") & set(text)
 
 
 def test_every_iteration_has_its_first_episodes_before_any_has_more() -> None:
-    episodes = {1: [{"id": "a"}, {"id": "b"}, {"id": "c"}], 2: [{"id": "d"}, {"id": "e"}]}
-    whole = choose(episodes)
-    assert [(record["iteration"], record["id"]) for record in whole] == [
-        (1, "a"),
-        (1, "b"),
-        (1, "c"),
-        (2, "d"),
-        (2, "e"),
-    ]
-    size = len(json.dumps(whole[0]))
-    assert [record["id"] for record in choose(episodes, 3 * size)] == ["a", "b", "d"]
+    episodes = {1: ["a1", "b1", "c1"], 2: ["d2", "e2"]}
+    assert choose(episodes) == ["a1", "b1", "c1", "d2", "e2"]
+    assert choose(episodes, 6) == choose(episodes, 7) == ["a1", "b1", "d2"]
     assert choose({}) == []
+
+
+def test_an_iteration_brings_at_least_one_episode_and_at_most_its_part() -> None:
+    small, large = {"id": "a"}, {"id": "a" * (EPISODE_BYTES // 4)}
+    assert texts(7, [small, small]) == ['{"iteration":7,"id":"a"}'] * 2
+    assert len(texts(7, [large, small])) == 1
+    assert len(texts(7, [small, large, small])) == 2
 
 
 def test_iterations_are_spread_evenly_with_the_first_and_the_last() -> None:
