@@ -87,6 +87,7 @@ def group_metrics(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
     differ (they teach nothing), and `group/phantom` the share whose extrinsic returns do not differ while novelty does.
     `group/shared_states` is the share of steps (acted without tips) that began in a state in which another step of
     their group began too: the only ones with a step advantage in GiGPO.
+    `memory/tip_tokens` is the length of the tips that were written: it falls where they become fragments.
     `memory/utility` is what tips are worth in points: the mean reward of a group's members that saw a tip less that of
     the others, averaged over the groups that have both.
     """
@@ -109,6 +110,8 @@ def group_metrics(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
         if members.any():
             metrics[f"empo2/{mode.label}/reward"] = float(rewards[members].mean())
             metrics[f"empo2/{mode.label}/share"] = float(members.mean())
+    if written := [episode.tip_tokens for episode in valid if episode.tip_tokens]:
+        metrics["memory/tip_tokens"] = float(np.mean(written))
     if bonuses := [step.intrinsic_reward for episode in valid for step in episode.steps]:
         metrics["novelty/bonus_mean"] = float(np.mean(bonuses))
     return metrics | _tied_groups(groups) | _shared_states(groups) | _utility(groups)

@@ -59,6 +59,7 @@ CHARTS: tuple[tuple[str, str, str, str], ...] = (
     (MEMORY, "Memory", r"memory/(size|evictions|duplicates)", "Tips held; dropped and met again since the start."),
     (MEMORY, "Retrieval", r"memory/(hit_rate)", "Share of steps with memory that saw a tip."),
     (MEMORY, "Utility of tips", r"memory/(utility)", "Points: members of a group with tips less others."),
+    (MEMORY, "Length of tips", r"memory/(tip_tokens)", "Sampled tokens per tip; it falls where they become fragments."),
     (MEMORY, "Missing tips", r"memory/(tips_missing)", "Episodes of the iteration that wrote none."),
     (MEMORY, "Distinct states", r"novelty/(distinct_states)", "That the novelty store tells apart."),
     (MEMORY, "Novelty paid", r"novelty/(bonus_mean)", "Points per step."),

@@ -54,6 +54,12 @@ def test_utility_is_what_members_with_tips_have_more_than_the_others_of_their_gr
     assert "memory/utility" not in group_metrics([unseen, always])
 
 
+def test_length_of_tips_is_that_of_the_written_ones() -> None:
+    group = make_group(*(replace(scored(1.0), tip_tokens=length) for length in (4, 9, 0)))
+    assert group_metrics([group])["memory/tip_tokens"] == 6.5
+    assert "memory/tip_tokens" not in group_metrics([make_group(scored(1.0), scored(2.0))])
+
+
 def test_novelty_bonus_is_per_step() -> None:
     group = make_group(make_episode([[5], [6]], rewards=[0.0, 0.0], intrinsic=[1.0, 0.5]), scored(0.0, 0.3))
     assert group_metrics([group])["novelty/bonus_mean"] == pytest.approx(1.8 / 3)
