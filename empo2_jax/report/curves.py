@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 
 from empo2_jax.metrics import Record
+from empo2_jax.report.marks import alike
 from empo2_jax.report.parts import Chart, chart, is_number
 
 LEARNING, MODES, OPTIMIZATION, MEMORY, COST = "Learning", "Modes", "Optimization", "Memory and novelty", "Cost"
@@ -84,9 +85,9 @@ def curves(section: str, metrics: Sequence[Record], evaluations: Sequence[Record
             "val/success_rate": line["success"],
             "val/valid_actions": line["valid_actions"],
         }
-        for line in evaluations
+        for line in alike(evaluations)
     ]
-    source = [*metrics, *panel] if section == LEARNING else metrics
+    source = [*(_without_panel(metrics) if evaluations else metrics), *panel] if section == LEARNING else metrics
     drawn, missing = [], []
     for place, title, pattern, note in CHARTS:
         if place == section:
@@ -94,6 +95,11 @@ def curves(section: str, metrics: Sequence[Record], evaluations: Sequence[Record
             drawn += [made] if made else []
             missing += [] if made else [title]
     return drawn, missing
+
+
+def _without_panel(metrics: Sequence[Record]) -> list[Record]:
+    """Metrics without the evaluations' numbers, which do not say whether they compare."""
+    return [{key: value for key, value in record.items() if not key.startswith("val/")} for record in metrics]
 
 
 def series(pattern: str, records: Sequence[Record]) -> dict[str, list[tuple[float, float]]]:

@@ -21,6 +21,11 @@ def comparable(evaluations: Sequence[Record]) -> list[bool]:
     return [problems is not None and problems == last for problems in played]
 
 
+def alike(evaluations: Sequence[Record]) -> list[Record]:
+    """The evaluations that may stand on one line: those that are `comparable`."""
+    return [line for line, same in zip(evaluations, comparable(evaluations), strict=True) if same]
+
+
 def _problems(evaluation: Record) -> Any:
     """Split, problems and repeats."""
     return evaluation["split"], {(row["task"], row["variation"], len(row["scores"])) for row in evaluation["rows"]}
@@ -53,10 +58,12 @@ def _evaluations(evaluations: Sequence[Record]) -> list[str]:
             (other if line["complete"] else partial).append(f"{line['label']} @ {line['iteration']}")
     found = []
     if partial:
-        found.append(f"Episodes of these evaluations failed, their means are of a part: {', '.join(partial)}.")
+        found.append(
+            f"Episodes of these evaluations failed, their means are of a part and in no chart: {', '.join(partial)}."
+        )
     if other:
         found.append(
-            f"These evaluations played other problems than the last one and do not compare: {', '.join(other)}."
+            f"These evaluations played other problems than the last one and are in no chart: {', '.join(other)}."
         )
     return found
 

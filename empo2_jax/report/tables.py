@@ -6,7 +6,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from empo2_jax.metrics import Record
-from empo2_jax.report.marks import comparable
+from empo2_jax.report.marks import alike, comparable
 from empo2_jax.report.parts import Cell, Section, Table, chart, is_number, spread, text
 from empo2_jax.report.run_files import RunFiles
 
@@ -23,9 +23,8 @@ def facts(run: RunFiles) -> dict[str, str]:
         found["last training score"] = text(run.metrics[-1]["episode/score"])
     if run.forked:
         found["forked from"] = run.forked
-    if run.evaluations:
-        first, last = run.evaluations[0]["score"], run.evaluations[-1]["score"]
-        found["panel score, first → last"] = f"{text(first)} → {text(last)}"
+    if played := alike(run.evaluations):
+        found["panel score, first → last"] = f"{text(played[0]['score'])} → {text(played[-1]['score'])}"
     return found | {key.replace("_", " "): str(value) for key, value in run.facts.items()}
 
 
@@ -35,8 +34,9 @@ def warmstart(run: RunFiles) -> Section | None:
     curve = chart("Warm-start loss", "Nats per answer token.", {"loss": points}, "update")
     before = [line for line in run.evaluations if line["label"] == BEFORE_WARMSTART]
     tables = []
-    if before and len(run.evaluations) > 1:
-        first, second = before[0], run.evaluations[run.evaluations.index(before[0]) + 1]
+    pair = run.evaluations[run.evaluations.index(before[0]) :][:2] if before else []
+    if len(alike(pair)) == 2:
+        first, second = pair
         names = {"valid_actions": "share of valid actions", "score": "mean score", "success": "success rate"}
         rows = [[name, text(first[key]), text(second[key])] for key, name in names.items()]
         after = _scores(second)

@@ -40,6 +40,9 @@ def test_evaluations_stand_beside_training_and_gaps_are_named() -> None:
     score = drawn[0].table
     assert score is not None and (score.columns, score.rows) == (["iteration", "episode", "val"], [["1", "5", "9"]])
     assert missing == ["Reward", "Episode length", "Groups"]
+    other = [evaluation("start", 0, 1.0, split="dev"), evaluation("end", 1, 9.0)]
+    drawn, _ = curves(LEARNING, [{"iteration": 0, "val/score": 1.0}, {"iteration": 1, "val/score": 9.0}], other)
+    assert drawn[0].table is not None and drawn[0].table.rows == [["1", "9"]]  # other problems are on no line
     assert curves(MODES, [], [])[0] == []
     assert "Entropy" in curves(OPTIMIZATION, [{"iteration": 1, "actor/entropy": "nan"}], [])[1]
 

@@ -63,8 +63,8 @@ def test_evaluations_of_other_problems_or_with_failed_episodes_are_named(tmp_pat
     write_lines(run / "evaluations.jsonl", *lines)
     assert comparable(lines) == [False, False, True, False, True]
     assert marks(read_run(run)) == [
-        "Episodes of these evaluations failed, their means are of a part: during @ 3.",
-        "These evaluations played other problems than the last one and do not compare: start @ 0, during @ 1.",
+        "Episodes of these evaluations failed, their means are of a part and in no chart: during @ 3.",
+        "These evaluations played other problems than the last one and are in no chart: start @ 0, during @ 1.",
     ]
     assert comparable([evaluation("end", 4, 5.0, complete=False)]) == [False]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from empo2_jax.report.run_files import read_run
 from empo2_jax.report.tables import cost, facts, last_values, memory_share, panel, time_split
-from tests.fixtures.recorded import evaluation, make_run
+from tests.fixtures.recorded import evaluation, make_run, write_lines
 
 TIMES = [
     {"timing_s/rollout": 6.0, "timing_s/memory": 1.0, "timing_s/novelty": 1.0, "timing_s/update": 2.0},
@@ -63,5 +63,7 @@ def test_head_and_last_values(tmp_path: Path) -> None:
     assert found["panel score, first → last"] == "12.25 → 33.75"
     rows = last_values([{"iteration": 1, "a": 1.0}, {"iteration": 2, "a": 3.0, "b": "nan"}]).rows
     assert rows == [["a", "1", "3"], ["b", "nan", "nan"]]
+    write_lines(tmp_path / "evaluations.jsonl", *(evaluation("x", n, 7.0 * n, split=s) for n, s in enumerate("dtt")))
+    assert facts(read_run(tmp_path))["panel score, first → last"] == "7 → 14"
     (tmp_path / "run.json").write_text('{"earlier_commits": "c0ffee, dead"}')
     assert facts(read_run(tmp_path))["earlier commits"] == "c0ffee, dead"
