@@ -23,6 +23,9 @@ class WarmstartConfig(Section):
         description="what is imitated: `demonstrations` or `gold` paths of the environment, directories of runs",
     )
     demonstrations: Positive = Field(40, description="transcripts asked from the environment")
+    variations: int = Field(
+        0, ge=0, description="first training variations that they are made on; 0 = those of env.train_variations"
+    )
     min_score: float = Field(-100.0, ge=-100, le=100, description="recorded episodes below this score are left out")
     max_steps: int = Field(0, ge=0, description="recorded episodes of more actions are left out; 0 = none")
     only_success: bool = Field(False, description="recorded episodes that did not succeed are left out")
@@ -35,6 +38,10 @@ class WarmstartConfig(Section):
         ge=0,
         description="measurements in a row without a new best that end it, and the best weights are kept; "
         "0 = all updates, and the last ones are kept",
+    )
+    seed: int = Field(-1, ge=-1, description="seed of its draws; -1 = run.seed, so that every seed has its own start")
+    shared_dir: str = Field(
+        "", description="folder of starts that runs with equal settings share; empty = every run makes its own"
     )
     batch_episodes: Positive = Field(2, description="transcripts per optimizer step")
     checkpoint_every: int = Field(100, ge=0, description="updates between checkpoints of a warm start; 0 = none")

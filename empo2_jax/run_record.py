@@ -27,7 +27,7 @@ CONFIG_FILE, PANEL_FILE, FACTS_FILE, FORK_FILE = "config.toml", "panel.toml", "r
 MAY_DIFFER = (  # keys that a resumed run may change: they do not reach the numbers, or only by rounding (of the model)
     "run.name", "run.dir", "run.iterations", "run.tensorboard", "run.trackers", "run.mirror", "run.episodes_logged",
     "run.watchdog_s", "run.updates_kept", "reflexion.trials", "env.workers", "env.step_timeout_s", "evaluation.every",
-    "checkpoint.", "model.mesh", "model.remat", "model.attention", "update.offload_moments",
+    "checkpoint.", "warmstart.shared_dir", "model.mesh", "model.remat", "model.attention", "update.offload_moments",
     "rollout.servers", "rollout.router", "rollout.weights_dir", "rollout.api_key_env", "rollout.admin_key_env",
     "rollout.in_flight", "rollout.attempts", "rollout.canary_tolerance", "rollout.request_timeout_s",
     "rollout.control_timeout_s", "rollout.recovery_timeout_s", "rollout.release_memory",

@@ -7,13 +7,15 @@ to learn to copy at all, a little on the prompts; the learner and its batches ar
 problems held out can end it early. This is a start, not the paper's method.
 """
 
+import fcntl
 import hashlib
 import json
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +41,11 @@ from empo2_jax.models.hf_folder import new_folder
 from empo2_jax.models.hf_weights import save_model
 from empo2_jax.models.qwen2 import Qwen2
 from empo2_jax.models.qwen2_config import Qwen2Config
-from empo2_jax.models.word_tokenizer import words_of, write_word_tokenizer
+from empo2_jax.models.word_tokenizer import pieces_of, write_word_tokenizer
 from empo2_jax.progress import RunProgress, note
 from empo2_jax.randomness import generator
 from empo2_jax.rollout.chat import Chat
+from empo2_jax.run_record import identity
 from empo2_jax.types import Message, Mode, Row, TrainBatch
 
 Transcripts = Sequence[Sequence[Message]]
@@ -100,22 +103,54 @@ def ensure_start(config: Config, family: EnvironmentFamily, folder: Path) -> Pat
     """
     if not config.warmstart.updates:
         raise ConfigError("warmstart.updates = 0: this configuration has no warm start")
-    gang = distributed.current()
-    if not gang.first(folder.is_dir, "warm start"):
-        make_start(config, family, folder)
+    if not distributed.current().first(folder.is_dir, "warm start"):
+        make = _take_shared if config.warmstart.shared_dir else make_start
+        make(config, family, folder)
     origin = folder / "made_from.txt"
     if not origin.is_file() or origin.read_text(encoding="utf-8") != _origin(config):
         raise ConfigError(f"{folder}: made by another configuration; remove it or choose another folder")
     return folder
 
 
+def _take_shared(config: Config, family: EnvironmentFamily, folder: Path) -> None:
+    """Copy the start that runs with these settings share, made by the first of them; the others wait for it."""
+    gang = distributed.current()
+    panel = {key: value for key, value in identity(config).items() if key.startswith("evaluation.")}  # of `before.json`
+    name = hashlib.sha256(json.dumps([_origin(config), panel], sort_keys=True).encode()).hexdigest()[:16]
+    shared = Path(config.warmstart.shared_dir) / name
+
+    def copy() -> None:
+        with new_folder(folder) as work:
+            shutil.copytree(shared, work, dirs_exist_ok=True)
+
+    with ExitStack() as stack:
+        gang.first(partial(_lock, shared.with_suffix(".lock"), stack), "warm start")
+        if not gang.first(shared.is_dir, "warm start"):
+            make_start(config, family, shared)
+        gang.first(copy, "warm start")
+
+
+def _lock(path: Path, stack: ExitStack) -> None:
+    """Hold the file until `stack` ends, after whoever holds it; the kernel releases it with a process."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = stack.enter_context(path.open("a+"))
+    except OSError as error:
+        raise ConfigError(f"warmstart.shared_dir = {path.parent}: cannot be written: {error.strerror}") from None
+    fcntl.flock(file, fcntl.LOCK_EX)
+
+
+def _seed(config: Config) -> int:
+    return config.run.seed if config.warmstart.seed < 0 else config.warmstart.seed
+
+
 def _origin(config: Config) -> str:
     """Hash of all settings that a start depends on."""
     parts = {
-        "seed": config.run.seed,
+        "seed": _seed(config),
         "model": config.model.path,
         "env": config.env.model_dump(exclude={"workers", "step_timeout_s"}),
-        "warmstart": config.warmstart.model_dump(exclude={"checkpoint_every"}),
+        "warmstart": config.warmstart.model_dump(exclude={"checkpoint_every", "seed", "shared_dir"}),
         "update": config.update.model_dump(),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -126,26 +161,29 @@ def make_start(config: Config, family: EnvironmentFamily, folder: Path) -> None:
 
     `before.json` in the folder is the panel of the untrained policy, absent for a random one.
     """
+    seed = _seed(config)
+    chats = _transcripts(config, family, seed)
     with tempfile.TemporaryDirectory(prefix="empo2-random-") as place:
         base = None
         if config.warmstart.init == "random":
             base = Path(place) / "policy"
-            chats = () if (words := family.vocabulary()) else transcripts(family, config.warmstart, config.run.seed)
-            words = words or words_of(message.content for chat in chats for message in chat)
-            random_policy(config.warmstart, words, config.run.seed, base)
+            words = family.vocabulary()
+            pieces = [] if words else pieces_of(message.content for chat in chats for message in chat)
+            random_policy(config.warmstart, words or pieces, seed, base, pieces=not words)
         policy = assembly.load_policy(config.model, base)
         before = None if base else _evaluate_untrained(config, policy, family)
         note(f"warm start: {config.warmstart.updates} updates on {', '.join(config.warmstart.source)}")
-        partial = folder.with_name(f"{folder.name}.{_origin(config)[:12]}.partial")  # an interrupted one goes on there
+        begun = folder.with_name(f"{folder.name}.{_origin(config)[:12]}.partial")  # an interrupted one goes on there
         with RunProgress(config.warmstart.updates, unit="update") as progress:
             params, facts = train(
                 policy,
-                family,
+                Chat(policy.tokenizer, family.system_prompt()),
+                chats,
                 config.warmstart,
                 config.update,
-                seed=config.run.seed,
+                seed=seed,
                 remat=config.model.remat,
-                store=CheckpointStore(partial, keep=1),
+                store=CheckpointStore(begun, keep=1),
                 report=lambda done, loss: progress.update(done, {"warmstart/loss": loss}),
             )
         params = distributed.own_copy(params)
@@ -158,7 +196,7 @@ def make_start(config: Config, family: EnvironmentFamily, folder: Path) -> None:
                 write_atomically(work / "made_from.txt", _origin(config))
                 if before is not None:
                     write_atomically(work / "before.json", json.dumps(before))
-            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(begun, ignore_errors=True)
 
         distributed.current().first(write, "warm start")
 
@@ -173,10 +211,12 @@ def _evaluate_untrained(config: Config, policy: Policy, family: EnvironmentFamil
     return panel.record("before warm start", 0, config.evaluation.split)
 
 
-def random_policy(config: WarmstartConfig, words: Sequence[str], seed: int, folder: Path) -> None:
+def random_policy(
+    config: WarmstartConfig, words: Sequence[str], seed: int, folder: Path, *, pieces: bool = False
+) -> None:
     """Write an untrained model of the configured shape with a word-level tokenizer into a new folder."""
     tokenizer_folder = folder.with_name("tokenizer")
-    size = write_word_tokenizer(tokenizer_folder, words)
+    size = write_word_tokenizer(tokenizer_folder, words, pieces=pieces)
     shape = Qwen2Config(
         vocab_size=size,
         hidden_size=config.hidden_size,
@@ -196,7 +236,8 @@ def random_policy(config: WarmstartConfig, words: Sequence[str], seed: int, fold
 
 def train(
     policy: Policy,
-    family: EnvironmentFamily,
+    chat: Chat,
+    chats: Transcripts,
     config: WarmstartConfig,
     update: UpdateConfig,
     *,
@@ -211,14 +252,13 @@ def train(
 
     Raises:
         UpdateError: see `count_skipped`.
-        ConfigError: nothing to imitate, or too few problems to hold some out.
-        DataError: no transcript fits the largest bucket, or a recording cannot be read.
+        ConfigError: too few problems to hold some out.
+        DataError: no transcript fits the largest bucket.
     """
-    learned, apart = hold_out(transcripts(family, config, seed), config.held_out, seed)
-    chat = Chat(policy.tokenizer, family.system_prompt())
+    learned, apart = hold_out(chats, config.held_out, seed)
     rows, measured = (_rows(chat, part, config.context_weight, update.buckets[-1]) for part in (learned, apart))
     if not rows or (apart and not measured):
-        raise DataError(f"no transcript of {family.name} fits the largest of update.buckets = {update.buckets[-1]}")
+        raise DataError(f"warmstart: no transcript fits the largest of update.buckets = {update.buckets[-1]}")
     graphdef, params = nnx.split(policy.model)
     learner = Learner(
         graphdef,
@@ -270,6 +310,15 @@ def train(
     kept = done.best() if best is not None else done.updates
     facts = {"transcripts": len(rows), "held_out": len(measured), "kept_update": kept, "progress": asdict(done)}
     return state.params if best is None else best, facts
+
+
+def _transcripts(config: Config, family: EnvironmentFamily, seed: int) -> list[list[Message]]:
+    """Of the family's training problems, or of `warmstart.variations` of them."""
+    if not config.warmstart.variations:
+        return transcripts(family, config.warmstart, seed)
+    env = config.env.model_copy(update={"train_variations": config.warmstart.variations})
+    with closing(assembly.make_family(config.model_copy(update={"env": env}))) as wider:
+        return transcripts(wider, config.warmstart, seed)
 
 
 def transcripts(family: EnvironmentFamily, config: WarmstartConfig, seed: int) -> list[list[Message]]:

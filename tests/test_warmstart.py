@@ -14,10 +14,11 @@ from empo2_jax import warmstart
 from empo2_jax.config import Config
 from empo2_jax.config_file import load_config
 from empo2_jax.envs import toy
+from empo2_jax.envs.base import EnvironmentFamily
 from empo2_jax.errors import ConfigError, DataError
 from empo2_jax.models.hf_weights import load_model
 from empo2_jax.types import Message, Row
-from empo2_jax.warmstart import Progress, answer_row, ensure_start, hold_out, transcripts
+from empo2_jax.warmstart import Progress, answer_row, ensure_start, hold_out, make_start, transcripts
 from tests.fixtures.worlds import word_chat, word_tokenizer
 
 CHAT = [
@@ -81,6 +82,34 @@ def test_a_start_is_made_once_and_refused_for_other_settings(tmp_path: Path):
     assert (folder / "model.safetensors").stat().st_mtime_ns == made
     with pytest.raises(ConfigError, match="made by another configuration"):
         ensure_start(tiny("warmstart.learning_rate=0.001"), toy.family(), folder)
+
+
+def test_runs_with_equal_settings_share_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    made: list[Path] = []
+
+    def make(config: Config, family: EnvironmentFamily, folder: Path) -> None:
+        made.append(folder)
+        make_start(config, family, folder)
+
+    monkeypatch.setattr(warmstart, "make_start", make)
+    options = ("warmstart.updates=1", f'warmstart.shared_dir="{tmp_path}/starts"', "warmstart.seed=7")
+    first = ensure_start(tiny(*options), toy.family(), tmp_path / "a" / "start")
+    second = ensure_start(tiny(*options, "run.seed=3"), toy.family(), tmp_path / "b" / "start")
+    assert len(made) == 1 and made[0].parent == tmp_path / "starts"
+    chex.assert_trees_all_equal(load_file(first / "model.safetensors"), load_file(second / "model.safetensors"))
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["start"]
+    assert ensure_start(tiny(*options[:2]), toy.family(), tmp_path / "c") == tmp_path / "c"  # seed of the run: another
+    assert len(set(made)) == 2
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"warmstart.shared_dir = .*/file/x: cannot be written"):
+        ensure_start(tiny(f'warmstart.shared_dir="{tmp_path}/file/x"'), toy.family(), tmp_path / "d")
+
+
+def test_a_start_may_see_more_problems_than_are_trained_on(tmp_path: Path):
+    options = ("warmstart.source=gold", "warmstart.updates=1", "warmstart.variations=5")
+    config = tiny(*options, "env.train_variations=2")
+    folder = ensure_start(config, toy.family(variations=2), tmp_path / "start")
+    assert json.loads((folder / "imitation.json").read_text())["transcripts"] == 5
 
 
 def test_an_interrupted_start_ends_with_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

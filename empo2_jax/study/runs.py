@@ -17,16 +17,20 @@ from empo2_jax.study.base import Cell
 
 _ONE_THREAD = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "OMP_NUM_THREADS": "1"}
 EVALUATED, TRIED = "evaluation", "trials"  # without memory; or with reflections of earlier trials
+STARTS = "starts"  # folder of the warm starts that the runs of a study share
 SPENT = ("environment_steps", "prompt_tokens", "sampled_tokens", "tip_calls")
 
 
 def train_command(cell: Cell, folder: Path) -> list[str]:
-    """Arguments of `empo2` that make the run."""
+    """Arguments of `empo2` that make the run; equal warm starts of a study are made once."""
     command = ["train", str(cell.arm.base)]
     for override in cell.arm.overrides:
         key, _, text = override.partition("=")
         value = json.loads(text)
         command += [f"--{key}", value if isinstance(value, str) else text]
+    warmstart = cell.arm.config(cell.seed).warmstart
+    if warmstart.updates and not warmstart.shared_dir:
+        command += ["--warmstart.shared_dir", str(folder.parents[1] / STARTS)]
     return [*command, "--run.seed", str(cell.seed), "--run.dir", str(folder), "--run.tensorboard", "false"]
 
 

@@ -1,20 +1,34 @@
-"""The words of texts are those that the tokenizer made of them gives back."""
+"""Pieces of texts are those that the tokenizer made of them gives back, character by character."""
 
 from pathlib import Path
 
 from empo2_jax.models.tokenizer import Tokenizer
-from empo2_jax.models.word_tokenizer import words_of, write_word_tokenizer
+from empo2_jax.models.word_tokenizer import pieces_of, write_word_tokenizer
+from empo2_jax.rollout.chat import Chat
 
-TEXTS = ("Go to the kitchen.", "The non-living thing (an orange)")
-
-
-def test_words_in_the_order_of_their_first_use_without_case() -> None:
-    words = ["go", "to", "the", "kitchen", ".", "non", "-", "living", "thing", "(", "an", "orange", ")"]
-    assert words_of(TEXTS) == words
+TEXTS = ("Go to the kitchen.\nclick[x-large]", 'The non-living thing (24"/36")')
 
 
-def test_no_word_of_the_texts_is_unknown(tmp_path: Path) -> None:
-    size = write_word_tokenizer(tmp_path, words_of(TEXTS))
+def test_pieces_in_the_order_of_their_first_use_without_case() -> None:
+    first = ["go", " to", " the", " kitchen", ".", "\n", "click", "[", "x", "-", "large", "]"]
+    second = ["the", " non", "living", " thing", " (", "24", '"', "/", "36", ")"]
+    assert pieces_of(TEXTS) == first + second
+
+
+def test_pieces_give_the_text_back_with_its_lines(tmp_path: Path) -> None:
+    size = write_word_tokenizer(tmp_path, pieces_of(TEXTS), pieces=True)
     tokenizer = Tokenizer.load(tmp_path)
-    assert size == 4 + 3 + 13 == tokenizer.size
-    assert tokenizer.decode(tokenizer.encode(TEXTS[0])) == "go to the kitchen ."
+    assert size == 4 + 3 + 22 == tokenizer.size  # the line break is one of the texts' pieces
+    for text in TEXTS:
+        assert tokenizer.decode(tokenizer.encode(text)) == text.lower()
+    chat = Chat(tokenizer)
+    answer = chat.answer(TEXTS[0])
+    assert chat.text(answer) == TEXTS[0].lower() and answer[-1] == chat.close_id
+    assert tokenizer.decode(chat.following(answer, "the kitchen").tolist()) == "\nuser\nthe kitchen\nassistant\n"
+
+
+def test_words_of_a_closed_vocabulary_are_joined_by_spaces(tmp_path: Path) -> None:
+    size = write_word_tokenizer(tmp_path, ["go", "to", "the", "kitchen", "."])
+    tokenizer = Tokenizer.load(tmp_path)
+    assert size == 4 + 3 + 5 == tokenizer.size
+    assert tokenizer.decode(tokenizer.encode("Go to the kitchen.")) == "go to the kitchen ."

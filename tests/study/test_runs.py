@@ -94,6 +94,23 @@ class NoProcesses(Processes):
         return 0, ""
 
 
+def test_the_runs_of_a_study_share_their_warm_starts(tmp_path: Path) -> None:
+    path = make_study(tmp_path)
+    out = tmp_path / "study"
+    assert not any("warmstart" in word for word in train_command(cells_of(load_study(path))[0], out / "new/seed0"))
+    path.write_text(path.read_text().replace("[arms.new]", "[common]\nwarmstart.updates = 3\n[arms.new]"))
+    new, old, *_ = cells_of(load_study(path))
+    before = new.fingerprint()
+    for cell, folder in ((new, out / "new/seed0"), (old, out / "old/seed0")):
+        config = config_of(build_parser().parse_args(train_command(cell, folder)))
+        assert config.warmstart.shared_dir == str(out / "starts")
+        assert identity(config) == identity(cell.arm.config(cell.seed))
+    path.write_text(path.read_text().replace("updates = 3", 'updates = 3\nwarmstart.shared_dir = "elsewhere"'))
+    cell = cells_of(load_study(path))[0]
+    assert cell.fingerprint() == before  # where a start lies reaches no number
+    assert config_of(build_parser().parse_args(train_command(cell, out / "x/y"))).warmstart.shared_dir == "elsewhere"
+
+
 def test_what_a_shorter_or_longer_study_left_is_not_taken_for_this_one(tmp_path: Path) -> None:
     path, folder, processes = make_study(tmp_path), make_run(tmp_path / "run", 40.0), NoProcesses()
     adapted = {"iteration": 1, "score": [1.0, 2.0], "best_score": [1.0, 2.0]}
