@@ -11,6 +11,8 @@ from empo2_jax.envs import webshop
 from empo2_jax.envs.webshop import WebShopEnvironment, WebShopFamily
 from empo2_jax.envs.webshop.shopper import plan
 from empo2_jax.errors import ConfigError, EnvError
+from empo2_jax.models.tokenizer import Tokenizer
+from empo2_jax.models.word_tokenizer import pieces_of, write_word_tokenizer
 from empo2_jax.types import Observation, Task
 from tests.fixtures.shop import INJECTION, raw, write_data
 
@@ -268,3 +270,19 @@ def test_demonstrations_think_act_and_close_with_a_tip(family: WebShopFamily) ->
 def test_scripted_tips(family: WebShopFamily, steps, tip: str) -> None:
     made = family.scripted_tip("goal", steps, 40.0)
     assert made.startswith(tip) and bool(made) == bool(tip)
+
+
+def test_a_policy_of_word_pieces_can_say_every_scripted_answer(family: WebShopFamily, tmp_path: Path):
+    """Thought, line break and action of unseen goals survive the tokenizer made of training chats."""
+    chats = family.demonstrations("train", 300, 0)
+    write_word_tokenizer(tmp_path, pieces_of(message.content for chat in chats for message in chat), pieces=True)
+    tokenizer, environment, said = Tokenizer.load(tmp_path), family.make(), 0
+    for task in family.tasks("test"):
+        environment.reset(task, 0)
+        assert environment.wanted is not None
+        answers = plan(environment.wanted, family.catalogue, family.nouns)
+        texts = [tokenizer.decode(tokenizer.encode(answer)) for answer in answers]
+        if texts == [answer.lower() for answer in answers]:  # no number that the chats lack
+            assert shop(environment, texts).done
+            said += 1
+    assert said >= 18
