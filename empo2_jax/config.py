@@ -87,6 +87,7 @@ class EnvConfig(Section):
     workers: Positive = Field(2, description="environments stepped at the same time (threads)")
     step_timeout_s: float = Field(60.0, gt=0, description="seconds after which a call of the simulator has failed")
     data: str = Field("", description="WebShop: data folder or product file; empty = a synthetic catalogue")
+    products: Positive = Field(400, description="WebShop: products of the synthetic catalogue")
     nouns: Literal["rules", "spacy"] = Field("rules", description="WebShop: how nouns of titles are found")
     invalid_penalty: NonNegative = Field(0.0, description="WebShop: points off the reward for a refused action")
 

@@ -27,6 +27,7 @@ TASKS = tuple(kind + order for kind in KINDS for order in ORDERS)
 def family(
     *,
     data: str | Path = "",
+    products: int = synthetic.DEFAULT_COUNT,
     tasks: Sequence[str] = (),
     train: int | None = None,
     panel: int | None = None,
@@ -38,6 +39,7 @@ def family(
 
     Args:
         data: Folder of the data files, or one product file in it; "" for the synthetic catalogue.
+        products: Of the synthetic catalogue.
         tasks: Kinds of goals, of `TASKS`; none: human ones if there are any, else synthetic ones.
         train: Goals of each kind that are trained on; None: all of the train split.
         panel: Goals of each kind in the dev and test splits; None: all.
@@ -51,7 +53,7 @@ def family(
     """
     if not data:
         logging.getLogger(__name__).warning("webshop: no data folder given: a synthetic catalogue is used")
-    catalogue = open_catalogue(Path(data) if data else synthetic.ensure_default())
+    catalogue = open_catalogue(Path(data) if data else synthetic.ensure(products))
     names = tuple(dict.fromkeys(tasks)) or (("human",) if catalogue.counts.human else ("synthetic",))
     _check(names, catalogue)
     goals = {name: catalogue.goals(name) for name in names}
@@ -64,6 +66,7 @@ def from_config(config: EnvConfig, *, panel: int, workers: int) -> WebShopFamily
     """The family that `[env]` describes; `workers` does not matter: shoppers share one catalogue and cost nothing."""
     return family(
         data=config.data,
+        products=config.products,
         tasks=config.tasks,
         train=config.train_variations,
         panel=panel,

@@ -137,13 +137,13 @@ def make(folder: Path, count: int = DEFAULT_COUNT, seed: int = DEFAULT_SEED) -> 
     (folder / "items_human_ins.json").write_text(json.dumps(human), encoding="utf-8")
 
 
-def ensure_default() -> Path:
-    """The folder of the default catalogue in the cache, made when first needed."""
-    folder = cache_folder("webshop") / f"synthetic-v{VERSION}-{DEFAULT_COUNT}-{DEFAULT_SEED}"
+def ensure(count: int = DEFAULT_COUNT) -> Path:
+    """The folder of the catalogue of `count` products in the cache, made when first needed."""
+    folder = cache_folder("webshop") / f"synthetic-v{VERSION}-{count}-{DEFAULT_SEED}"
     if not folder.is_dir():
         partial = folder.with_name(f"{folder.name}.{os.getpid()}")
         shutil.rmtree(partial, ignore_errors=True)
-        make(partial)
+        make(partial, count)
         try:
             partial.rename(folder)
         except OSError:  # another process was first

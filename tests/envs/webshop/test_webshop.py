@@ -272,6 +272,14 @@ def test_scripted_tips(family: WebShopFamily, steps, tip: str) -> None:
     assert made.startswith(tip) and bool(made) == bool(tip)
 
 
+def test_the_synthetic_catalogue_has_as_many_products_as_asked_for():
+    config = EnvConfig(name="webshop", products=40, train_variations=99)
+    family = webshop.from_config(config, panel=99, workers=1)
+    assert (family.catalogue.counts.products, len(family.goals["human"])) == (40, 57)
+    assert [len(family.tasks(split)) for split in ("train", "dev", "test")] == [29, 9, 19]
+    assert all(family.solution(task) for task in family.tasks("test"))
+
+
 def test_a_policy_of_word_pieces_can_say_every_scripted_answer(family: WebShopFamily, tmp_path: Path):
     """Thought, line break and action of unseen goals survive the tokenizer made of training chats."""
     chats = family.demonstrations("train", 300, 0)
