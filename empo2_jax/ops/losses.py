@@ -122,7 +122,7 @@ def finalize_metrics(sums: Mapping[str, Array | np.ndarray], updates: int = 1) -
     Returns:
         `actor/*` over all action tokens, and `empo2/{on,on_memory,off}/*` for the modes that have tokens: mean ratio,
         `clipfrac`, `masked` (share of tokens), `masked_negative` (share of those with A < 0), `ess` (effective sample
-        size over tokens, 0–1), `logprob_gap` (mean absolute change since the denominator, nats), `entropy` (nats per token).
+        size over tokens, 0–1), `logprob_gap` (mean absolute change since the denominator, nats), `entropy` (nats).
     """
     values = {name: np.asarray(value, np.float64) for name, value in sums.items()}
     tokens = max(values["tokens"].sum(), 1.0)
