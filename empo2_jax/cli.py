@@ -163,7 +163,8 @@ def build_parser() -> Parser:
     _command(commands, "paper", _paper, "print docs/paper.md: the paper's numbers, our keys, where they are used")
     bench = _command(commands, "bench", _bench, "speed, memory and exactness against peers, on two pinned cores")
     bench.add_argument("--quick", action="store_true", help="small shapes, at most 6 minutes")
-    bench.add_argument("--suite", default="", metavar="A,B", help="only these suites (default: all)")
+    bench.add_argument("--suite", default="", metavar="A,B", help="only these suites (default: all but soak)")
+    bench.add_argument("--episodes", type=int, metavar="N", help="of the suite soak (default: 480, quick: 128)")
     bench.add_argument("--json", type=Path, metavar="FILE", help="write every sample")
     bench.add_argument("--check", action="store_true", help="exit with 1 where a stable figure misses its goal")
     shop.add_commands(commands, _command)
@@ -368,7 +369,8 @@ def _paper(options: argparse.Namespace) -> int:
 def _bench(options: argparse.Namespace) -> int:
     from empo2_jax.bench.runner import bench
 
-    return bench(tuple(filter(None, options.suite.split(","))), options.quick, options.json, options.check)
+    suites = tuple(filter(None, options.suite.split(",")))
+    return bench(suites, options.quick, options.json, options.check, options.episodes)
 
 
 def _debug(options: argparse.Namespace) -> int:

@@ -7,14 +7,13 @@ a Java process for every episode, as the released code does. CPU seconds include
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from resource import RUSAGE_CHILDREN, getrusage
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from empo2_jax.bench.base import Answers, Case, Side
+from empo2_jax.bench.processes import children, children_cpu, peak_bytes
 from empo2_jax.envs import scienceworld
 from empo2_jax.envs.base import Environment
 from empo2_jax.randomness import generator
@@ -117,7 +116,7 @@ def make_side(
 
     def answer() -> Answers:
         nonlocal peak
-        peak = max(map(_peak_bytes, _children()), default=0.0)
+        peak = max(map(peak_bytes, children(os.getpid())), default=0.0)
         end()
         return {
             "replies": np.array([_digest(seen.reply) for seen in warm]),
@@ -126,27 +125,6 @@ def make_side(
 
     work = len(problems) if unit == "episode" else len(warm)
     return Side(run, answer=answer, figures=lambda: {"java_bytes": peak}, work=work, helpers_cpu=children_cpu)
-
-
-def children_cpu() -> float:
-    """CPU seconds of this process's children, those that have ended included."""
-    ended = getrusage(RUSAGE_CHILDREN)
-    return ended.ru_utime + ended.ru_stime + sum(map(_cpu, _children()))
-
-
-def _children() -> Iterable[int]:
-    lists = [thread / "children" for thread in Path("/proc/self/task").iterdir()]
-    return [int(pid) for each in lists if each.is_file() for pid in each.read_text().split()]
-
-
-def _cpu(pid: int) -> float:
-    values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _peak_bytes(pid: int) -> float:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
 
 def _digest(reply: str) -> int:

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -25,7 +26,8 @@ from empo2_jax.bench import goals, table
 from empo2_jax.bench.base import Case, Measured, Peaks, Result, Sample, differences
 from empo2_jax.errors import ConfigError
 
-SUITES = ("train", "logp", "tree", "memory", "envs", "plan", "decode", "turns", "gap", "publish")
+UNASKED = ("train", "logp", "tree", "memory", "envs", "plan", "decode", "turns", "gap", "publish")
+SUITES = (*UNASKED, "soak")
 CORES = 2  # the goals were set on so many
 LIMIT_S = 1800.0  # for one answer of a child
 _PEAKS = Case("machine", "empo2_jax.bench.machine:peaks", timed=False)
@@ -37,19 +39,23 @@ class ChildError(Exception):
     """A child process did not do its work; the message is one line."""
 
 
-def bench(suites: Sequence[str], quick: bool, json_file: Path | None, check: bool) -> int:
+def bench(suites: Sequence[str], quick: bool, json_file: Path | None, check: bool, episodes: int | None = None) -> int:
     """`empo2 bench`: measure, print the table, write the file; returns the exit code.
 
     Args:
-        suites: Names in `SUITES`; none = all.
+        suites: Names in `SUITES`; none = those of `UNASKED`.
         quick: Small shapes, one process per side: at most six minutes on two cores.
         json_file: Where every sample goes.
         check: Fail (1) where a stable figure misses its goal; wall-clock figures only warn.
+        episodes: That cases with a number of episodes play; None: theirs.
 
     Raises:
-        ConfigError: an unknown suite, a folder of `json_file` that does not exist, or no way to pin processes.
+        ConfigError: an unknown suite, no case or no positive number for `episodes`, a folder of `json_file` that does
+            not exist, or no way to pin processes.
     """
     cases = find_cases(suites, quick)
+    if episodes is not None:
+        cases = with_episodes(cases, episodes)
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise ConfigError(f"--json {json_file}: the folder {json_file.absolute().parent} does not exist")
     with pinned() as cores:
@@ -58,7 +64,7 @@ def bench(suites: Sequence[str], quick: bool, json_file: Path | None, check: boo
 
 
 def find_cases(suites: Sequence[str], quick: bool) -> list[Case]:
-    """The cases of these suites, of all where none is named.
+    """The cases of these suites, of all that run unasked where none is named.
 
     Raises:
         ConfigError: no such suite.
@@ -69,8 +75,22 @@ def find_cases(suites: Sequence[str], quick: bool) -> list[Case]:
             raise ConfigError(
                 f"--suite: there is no suite {name!r}; the nearest is `{near}` (allowed: {', '.join(SUITES)})"
             )
-    modules = [importlib.import_module(f"empo2_jax.bench.{name}") for name in suites or SUITES]
+    modules = [importlib.import_module(f"empo2_jax.bench.{name}") for name in suites or UNASKED]
     return [case for module in modules for case in module.cases(quick)]
+
+
+def with_episodes(cases: Sequence[Case], episodes: int) -> list[Case]:
+    """The cases that play episodes, this many; the others as they are.
+
+    Raises:
+        ConfigError: none does, or the number is not positive.
+    """
+    if episodes < 1 or not any("episodes" in case.arguments for case in cases):
+        raise ConfigError(f"--episodes {episodes}: a positive number for the suite `soak` is allowed")
+    return [
+        replace(case, arguments={**case.arguments, "episodes": episodes}) if "episodes" in case.arguments else case
+        for case in cases
+    ]
 
 
 def conclude(results: Sequence[Result], peaks: Peaks, cores: Sequence[int], json_file: Path | None, check: bool) -> int:

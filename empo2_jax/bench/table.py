@@ -3,7 +3,7 @@
 import math
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -30,6 +30,9 @@ def show(results: Sequence[Result], verdicts: Sequence[Verdict], peaks: Peaks, c
             result.case.name, _side(ours, result.case.unit), peer, _ratio(result), bound, share, _equality(result)
         )
     console.print(table)
+    for result in results:
+        if rows := grid(result.figures()):
+            console.print(_grid_table(result.case.name, rows))
     console.print(
         f"cores {', '.join(map(str, cores))} · {peaks.flops / 1e9:.0f} GFLOP/s (f32), "
         f"{peaks.bandwidth / 1e9:.1f} GB/s · load average {max((max(r.load) for r in results), default=0.0):.1f} "
@@ -96,6 +99,24 @@ def record(
     }
 
 
+def grid(figures: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Figures whose names are `row/column`, by row and column; they make a table of their own."""
+    rows: dict[str, dict[str, float]] = {}
+    for name, value in figures.items():
+        row, slash, column = name.partition("/")
+        if slash:
+            rows.setdefault(row, {})[column] = value
+    return rows
+
+
+def _grid_table(title: str, rows: Mapping[str, Mapping[str, float]]) -> Table:
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    table = Table("", *columns, title=title)
+    for name, row in rows.items():
+        table.add_row(name, *(f"{row[column]:.4g}" if column in row else "—" for column in columns))
+    return table
+
+
 def _plain(side: Measured | None) -> dict[str, Any] | None:
     return side and {
         "samples": [sample._asdict() for sample in side.samples],
@@ -117,7 +138,7 @@ def _side(side: Measured | None, unit: str) -> str:
     lines = []
     if side.samples:
         lines = [f"{_seconds(side.seconds('wall'))}/{unit}", f"{_seconds(side.seconds('cpu'))} of CPU"]
-    lines += [f"{name} {value:.4g}" for name, value in side.figures.items()]
+    lines += [f"{name} {value:.4g}" for name, value in side.figures.items() if "/" not in name]
     return "\n".join([*lines, f"{side.rss / 2**20:.0f} MiB peak"])
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from empo2_jax.bench import goals, runner, worker
+from empo2_jax.bench import goals, runner, table, worker
 from empo2_jax.bench.base import PAIRS, Case, Measured, Peaks, Result, Sample
 from empo2_jax.cli import main
 from empo2_jax.errors import ConfigError
@@ -152,6 +152,8 @@ def test_check_fails_on_stable_figures_only(result, goal, code, said, monkeypatc
     [
         (["--suite", "tran"], "the nearest is `train` (allowed: train, logp,"),
         (["--suite", "plan", "--json", "no/such/folder/x.json"], "no/such/folder does not exist"),
+        (["--suite", "plan", "--episodes", "64"], "--episodes 64: a positive number for the suite `soak` is allowed"),
+        (["--suite", "soak", "--episodes", "0"], "--episodes 0: a positive number for the suite `soak` is allowed"),
         (["--quik"], "unknown option `--quik`; the nearest known option is `--quick`"),
     ],
 )
@@ -165,7 +167,7 @@ def test_bad_input_is_one_line_before_anything_runs(arguments, said, capsys):
 
 @pytest.mark.parametrize("quick", [True, False])
 def test_cases_have_their_functions_and_goals_their_cases(quick):
-    cases = runner.find_cases((), quick)
+    cases = runner.find_cases(runner.SUITES, quick)
     assert {case.name.partition("/")[0] for case in cases} == set(runner.SUITES)
     for case in cases:
         json.dumps(case.arguments)
@@ -173,12 +175,30 @@ def test_cases_have_their_functions_and_goals_their_cases(quick):
         for function in filter(None, (case.ours, case.peer)):
             module, _, name = function.partition(":")
             inspect.signature(getattr(importlib.import_module(module), name)).bind(**case.arguments)
-    names = {case.name for quick in (True, False) for case in runner.find_cases((), quick)}
+    names = {case.name for quick in (True, False) for case in runner.find_cases(runner.SUITES, quick)}
     assert set(goals.load()) <= names
     records = Path(__file__).parents[2] / "docs" / "adr"
     for goal in (goal for figures in goals.load().values() for goal in figures.values() if "adr" in goal):
         assert goal.keys() & {"least", "most"} and "accepted" in goal
         assert len(list(records.glob(f"{goal['adr']:04d}-*.md"))) == 1
+
+
+def test_only_cases_with_episodes_play_as_many_as_asked_for():
+    cases = runner.with_episodes(runner.find_cases(("plan", "soak"), True), 64)
+    assert [case.arguments.get("episodes") for case in cases] == [None, 64]
+    assert "soak/kills" not in [case.name for case in runner.find_cases((), True)]
+
+
+def test_figures_named_row_and_column_are_a_table_of_their_own(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "120")
+    figures = {"bytes": 7.0, "one/seen": 3.0, "one/lost": 0.0, "two/seen": 4.0}
+    result = Result(Case("fake/case", "m:ours"), Measured((Sample(1.0, 1.0),), 1e6, figures), None)
+    assert table.grid(figures) == {"one": {"seen": 3.0, "lost": 0.0}, "two": {"seen": 4.0}}
+    table.show([result], [], PEAKS, [0])
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("bytes 7" in line for line in lines) == 1
+    rows = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in lines]
+    assert [row for row in rows if row[0] in ("one", "two")] == [["one", "3", "0"], ["two", "4", "—"]]
 
 
 def test_no_module_but_the_peer_needs_torch():

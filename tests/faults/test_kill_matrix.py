@@ -5,12 +5,10 @@
 was never interrupted, and no process outlives the one that was killed.
 """
 
-import os
 import random
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import time
 import uuid
@@ -20,6 +18,7 @@ from typing import NamedTuple
 
 import pytest
 
+from empo2_jax.bench.processes import cpu_seconds, marked
 from tests.fixtures.processes import LIMIT_S, ROOT, SUICIDE, assert_same, empo2, finish, start, train_arguments
 
 pytestmark = pytest.mark.slow
@@ -80,22 +79,9 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def assert_nobody_left(mark: str) -> None:
     """No process of a killed run is alive ten seconds later."""
     deadline = time.monotonic() + 10
-    while left := [path for path in Path("/proc").glob("[0-9]*/environ") if f"{MARK}={mark}" in environment(path)]:
+    while left := marked(MARK, mark):
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
-
-
-def environment(path: Path) -> list[str]:
-    try:
-        return path.read_text(errors="replace").split("\0")
-    except OSError:  # it has ended, or is another user's
-        return []
-
-
-def cpu_seconds(process: subprocess.Popen[str]) -> float:
-    """What a process that was not waited for has used."""
-    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def test_killed_at_every_phase_boundary(world: World, tmp_path: Path) -> None:
@@ -123,7 +109,7 @@ def test_killed_at_random_moments(world: World, tmp_path: Path) -> None:
     while kills < world.moments:
         process = start(*world.arguments(runs[-1]), **{MARK: mark})
         moment = draw.uniform(0.15, 0.7) * world.cpu_s
-        while process.poll() is None and cpu_seconds(process) < moment:
+        while process.poll() is None and cpu_seconds(process.pid) < moment:
             time.sleep(0.01)
         if process.poll() is None:
             process.kill()
