@@ -226,17 +226,20 @@ def check_room(config: Config, shape: Qwen2Config, processes: int) -> None:
         shares = 1 if processes > 1 else math.prod(config.model.mesh)
         slot = session_length(config) * kv_bytes(shape, config.model.compute_dtype) / shares
         if rollout.slots * slot > memory:
+            fit = int(memory / (2 * slot))  # sampling needs it twice
             raise ConfigError(
                 f"rollout.slots = {rollout.slots}: their cache takes {_gib(rollout.slots * slot)} of {_gib(memory)} of "
-                f"memory; {int(memory / (2 * slot))} may fit (sampling needs it twice), `empo2 plan` counts the rest"
+                f"memory; " + (f"{fit} may fit, `empo2 plan` counts the rest" if fit else "lower rollout.max_length")
             )
     # An episode keeps its prompts, with tips and without; both grow up to their end.
     episode = 2 * np.dtype(np.int32).itemsize * config.env.step_limit * rollout.max_length // 2
     group = rollout.tasks_per_iteration * episode * (1 + rollout.max_staleness)
     if (needed := group * rollout.group_size) > (memory := host_memory()):
+        fit = memory // group
         raise ConfigError(
             f"rollout.tasks_per_iteration = {rollout.tasks_per_iteration}, rollout.group_size = {rollout.group_size}: "
-            f"their episodes take up to {_gib(needed)} of {_gib(memory)} of memory; groups of {memory // group} fit"
+            f"their episodes take up to {_gib(needed)} of {_gib(memory)} of memory; "
+            + (f"groups of {fit} fit" if fit else "lower rollout.tasks_per_iteration")
         )
 
 

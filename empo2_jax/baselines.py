@@ -119,10 +119,11 @@ def reflexion(
         totals.update({name: totals[name] + value for name, value in spent(episodes).items()})
 
     valid: dict[str, Episode] = {}  # of a last trial in which others failed
-    while (file := _trial_file(config, len(trials) + 1)).is_file():
+    while len(trials) < config.reflexion.trials and (file := _trial_file(config, len(trials) + 1)).is_file():
         episodes = _read_trial(file, chains.keys())
         if len(trials) + 1 == config.reflexion.trials and not all(one.stop_reason.valid for one in episodes):
             valid = {one.id: one for one in episodes if one.stop_reason.valid}
+            _forget_after(config, len(trials) + 1)
             break
         take(episodes)
     cursor = {"metrics_lines": len(trials), "iteration": len(trials)}
@@ -255,6 +256,12 @@ def _trial_file(config: Config, number: int) -> Path:
 
 def _chain_of(episode: Episode) -> str:
     return episode.id.rpartition("/")[0]
+
+
+def _forget_after(config: Config, number: int) -> None:
+    """Remove the files of later trials, of a run that was longer: they continue what is played again."""
+    while (file := _trial_file(config, number := number + 1)).is_file():
+        file.unlink()
 
 
 def _read_trial(file: Path, chains: Set[str]) -> list[Episode]:

@@ -48,7 +48,7 @@ def wrong_value(problem: "ErrorDetails") -> str:
     kind, value = problem["type"], problem["input"]
     *parents, last = problem["loc"] or ("",)
     if kind == "missing" and isinstance(last, int):  # of a list with a fixed number of values
-        return f"{_path(parents)} = {short(value)}: a length of at least {last + 1} is allowed"
+        return f"{_path(parents)} = {short(value)}: more than {last} values are needed"
     key = _path([*parents, last])
     if kind == "missing":
         return f"{key} is missing"

@@ -177,7 +177,9 @@ class _Checksums:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._known: dict[str, list[Any]] = read_json(path) if path.is_file() else {}
+        self._known: dict[str, list[Any]] = {}
+        with contextlib.suppress(CheckpointError):  # damaged: all is read again
+            self._known = read_json(path) if path.is_file() else {}
         self._now = time.time_ns()
 
     def get(self, name: str, stat: os.stat_result) -> str | None:

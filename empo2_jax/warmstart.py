@@ -115,8 +115,9 @@ def ensure_start(config: Config, family: EnvironmentFamily, folder: Path) -> Pat
 def _take_shared(config: Config, family: EnvironmentFamily, folder: Path) -> None:
     """Copy the start that runs with these settings share, made by the first of them; the others wait for it."""
     gang = distributed.current()
-    panel = {key: value for key, value in identity(config).items() if key.startswith("evaluation.")}  # of `before.json`
-    name = hashlib.sha256(json.dumps([_origin(config), panel], sort_keys=True).encode()).hexdigest()[:16]
+    sections = "evaluation.", "model.", "rollout."  # the last bits of its weights, and `before.json`, depend on these too
+    others = {key: value for key, value in identity(config).items() if key.startswith(sections)}
+    name = hashlib.sha256(json.dumps([_origin(config), others], sort_keys=True).encode()).hexdigest()[:16]
     shared = Path(config.warmstart.shared_dir) / name
 
     def copy() -> None:

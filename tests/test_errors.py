@@ -35,7 +35,7 @@ class Record(BaseModel):
         ({"share": 0}, "share = 0: more than 0.0 is allowed"),
         ({"share": float("nan")}, "share = nan: a finite number is allowed"),
         ({"kind": "c"}, "kind = 'c': 'a' or 'b' is allowed"),
-        ({"pair": [1]}, "pair = [1]: a length of at least 2 is allowed"),
+        ({"pair": [1]}, "pair = [1]: more than 1 values are needed"),
         ({"pair": [1, "2"]}, "pair[1] = '2': a whole number is allowed"),
         ({"names": []}, "names = []: a length of at least 1 is allowed"),
         ({"names": "x" * 99}, f"names = '{'x' * 56}...: a list is allowed"),

@@ -68,8 +68,10 @@ class Critic:
     def load(cls, path: Path) -> "Critic":
         """The critic in a file; raises `DataError` if it is not there or none."""
         try:
-            with path.open("rb") as file, np.load(file) as layers:
+            with path.open("rb") as file, np.lib.npyio.NpzFile(file) as layers:
                 q = [(jnp.asarray(layers[f"w{n}"]), jnp.asarray(layers[f"b{n}"])) for n in range(len(layers) // 2)]
+            if not q:
+                raise ValueError("no layers")
         except (OSError, EOFError, ValueError, KeyError, BadZipFile) as error:
             raise DataError(f"{path}: not a critic: {error}") from None
         return cls(q)

@@ -20,6 +20,7 @@ from empo2_jax.errors import ConfigError, wrong_value
 from empo2_jax.run_record import identity
 
 MAX_SEEDS = 1000
+STARTS = "starts"  # folder of the warm starts that the runs of a study share
 
 
 class StudyFile(BaseModel):
@@ -102,6 +103,8 @@ def load_study(path: Path) -> Study:
         raise ConfigError(f"{path}: not a study: {error}") from None
     base, common = path.parent / file.base, _flat(file.common)
     arms = {name: _arm(name, base, path.parent, common, arm) for name, arm in file.arms.items()}
+    if STARTS in arms:
+        raise ConfigError(f"{path}: an arm cannot be called {STARTS}: the folder of the warm starts is")
     for key, names in (("reference", (file.reference,)), ("adaptation_arms", file.adaptation_arms)):
         for name in names:
             if name not in arms:

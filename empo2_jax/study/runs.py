@@ -13,11 +13,10 @@ from typing import Any
 from empo2_jax.errors import DataError
 from empo2_jax.metrics import ADAPTATIONS_FILE, EVALUATIONS_FILE, Record, read_jsonl, read_metrics
 from empo2_jax.run_record import read_facts
-from empo2_jax.study.base import Cell
+from empo2_jax.study.base import STARTS, Cell
 
 _ONE_THREAD = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "OMP_NUM_THREADS": "1"}
 EVALUATED, TRIED = "evaluation", "trials"  # without memory; or with reflections of earlier trials
-STARTS = "starts"  # folder of the warm starts that the runs of a study share
 SPENT = ("environment_steps", "prompt_tokens", "sampled_tokens", "tip_calls")
 
 

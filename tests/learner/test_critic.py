@@ -50,7 +50,11 @@ def test_a_critic_comes_back_from_its_file(critic, tmp_path: Path) -> None:
     asked = (ONE_HOT[[1, 1, 0]], ONE_HOT[[2, 3, 2]])
     np.testing.assert_array_equal(Critic.load(path).values(*asked), critic[0].values(*asked))
     path.write_bytes(path.read_bytes()[:-40])
-    for missing in (path, tmp_path / "none.npz"):
+    plain, empty = tmp_path / "plain.npz", tmp_path / "empty.npz"
+    with plain.open("wb") as file:
+        np.save(file, np.zeros(2))
+    np.savez(empty)
+    for missing in (path, plain, empty, tmp_path / "none.npz"):
         with pytest.raises(DataError, match="not a critic"):
             Critic.load(missing)
 
