@@ -69,10 +69,13 @@ def adapt(
 
 
 def record(trials: Sequence[Trial], *, iteration: int, split: str, memory: str) -> dict[str, Any]:
-    """The line that goes to adaptations.jsonl: curves over the trials, and every score by variation.
+    """The line that goes to adaptations.jsonl: curves over the trials, and every episode by variation.
 
     A score is the mean of the trial's repeats, None where one failed. `best_*` is the mean over tasks of the best
     episode so far; it never falls while no episode fails (`complete`).
+    `best_*` is the mean over tasks of the best episode so far; it never falls while no episode fails (`complete`). A
+    row has, trial by trial, the score (None: failed), the best tip that the first turn showed and the tip that was
+    written afterwards ("" for none): whether a curve falls by what was written or by how it was read.
 
     Args:
         trials: All of them, in order.
@@ -80,7 +83,7 @@ def record(trials: Sequence[Trial], *, iteration: int, split: str, memory: str) 
         split: That the tasks are from.
         memory: What it began with: empty or run.
     """
-    scores: dict[tuple[str, int], list[float | None]] = {}
+    episodes: dict[tuple[str, int], list[Episode]] = {}
     for trial in trials:
         cells: dict[tuple[str, int], list[Episode]] = {}
         for episode in trial.now.episodes:
@@ -89,6 +92,7 @@ def record(trials: Sequence[Trial], *, iteration: int, split: str, memory: str) 
             failed = any(not episode.stop_reason.valid for episode in episodes)
             score = None if failed else fmean(episode.score for episode in episodes)
             scores.setdefault(cell, []).append(score)
+            episodes.setdefault((episode.task.name, episode.task.variation), []).append(episode)
     return {
         "label": LABEL,
         "iteration": iteration,
@@ -99,5 +103,18 @@ def record(trials: Sequence[Trial], *, iteration: int, split: str, memory: str) 
         "best_score": [trial.best.score for trial in trials],
         "best_success": [trial.best.success for trial in trials],
         "complete": all(trial.now.complete for trial in trials),
-        "rows": [{"task": task, "variation": number, "scores": row} for (task, number), row in scores.items()],
+        "rows": [
+            {
+                "task": task,
+                "variation": number,
+                "scores": [episode.score if episode.stop_reason.valid else None for episode in row],
+                "tips_shown": [_shown(episode) for episode in row],
+                "tips_written": [episode.tip for episode in row],
+            }
+            for (task, number), row in episodes.items()
+        ],
     }
+
+
+def _shown(episode: Episode) -> str:
+    return episode.steps[0].tips[0] if episode.steps and episode.steps[0].tips else ""

@@ -31,6 +31,7 @@ def test_a_failed_episode_is_no_zero_and_leaves_the_best_as_it_was():
     trials = adapted(CorridorFamily(3, {(1, 2): 1}), variations=2, trials=2)  # variation 1 dies once, in trial 1
     found = line(trials)
     assert [row["scores"] for row in found["rows"]] == [[3.0, 3.0], [None, 3.0]]
+    assert found["rows"][1]["tips_shown"] == ["", ""] and found["rows"][1]["tips_written"][0] == ""
     assert (found["score"], found["best_score"], found["complete"]) == ([3.0, 3.0], [3.0, 3.0], False)
 
 

@@ -242,9 +242,14 @@ def test_17_adaptation_learns_by_memory_alone_and_its_best_never_falls():
     line = record(trials, iteration=7, split="test", memory="empty")
     assert line["label"] == LABEL == "test-time adaptation (sees test rewards)"
     assert (line["score"], line["best_score"]) == ([0.0, 15.0, 0.0], [0.0, 15.0, 15.0])  # mean of two houses
-    assert line["rows"] == [
-        {"task": "bulb", "variation": 0, "scores": [0.0, 30.0, 0.0]},
-        {"task": "bulb", "variation": 1, "scores": [0.0, 0.0, 0.0]},
+    # `wait` is no word of this world: an empty action
+    nothing, found = "nothing .", f"the bulb is in the {place} ."
+    waited, looked = f"{nothing} (action :  ; score : 0 )", f"{found} (action : look in the {place} ; score : 30 )"
+    assert [
+        (row["task"], row["variation"], row["scores"], row["tips_shown"], row["tips_written"]) for row in line["rows"]
+    ] == [
+        ("bulb", 0, [0.0, 30.0, 0.0], ["", waited, looked], [nothing, found, nothing]),
+        ("bulb", 1, [0.0, 0.0, 0.0], ["", waited, waited], [nothing] * 3),
     ]
     saw = [[bool(step.tips) for episode in trial.now.episodes for step in episode.steps] for trial in trials]
     assert not any(saw[0]) and all(saw[1]) and all(saw[2])  # tips of a trial are seen from the next one on

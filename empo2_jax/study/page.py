@@ -90,7 +90,8 @@ def figures(results: Results) -> list[Figure]:
         _curves(results, "Training score", "Training episodes, points: interquartile mean, 95 % interval.", _training),
         _lines(results, "Score against wall time", f"{mean}: panel without memory, points.", _timed, "minutes"),
         _lines(results, "Entropy", f"{mean}, nats per token.", _entropy, "iteration"),
-        _lines(results, "Adaptation", f"{mean}: best episode so far, weights fixed, memory on.", _adaptation, "trial"),
+        _lines(results, "Adaptation", f"{mean}, points of each trial; weights fixed, memory on.", _adaptation, "trial"),
+        _lines(results, "Best adaptation", f"{mean}: the best episodes of the trials so far.", _best, "trial"),
     ]
     return [figure for figure in made if figure]
 
@@ -152,5 +153,9 @@ def _entropy(row: Record) -> Curve:
     return [(float(iteration), entropy) for iteration, _, entropy, _ in row["training"] if entropy is not None]
 
 
-def _adaptation(row: Record) -> Curve:
-    return [(float(trial), float(best)) for trial, best in enumerate(row.get("adaptation", {}).get("best", ()), 1)]
+def _adaptation(row: Record, curve: str = "score") -> Curve:
+    return [(float(trial), float(points)) for trial, points in enumerate(row.get("adaptation", {}).get(curve, ()), 1)]
+
+
+def _best(row: Record) -> Curve:
+    return _adaptation(row, "best")

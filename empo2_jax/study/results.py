@@ -130,8 +130,9 @@ def read_results(path: Path) -> Results:
 def differences(committed: Results, fresh: Results) -> list[str]:
     """Where fresh results do not reproduce committed ones, one cell a line; [] if they do.
 
-    A cell is an arm and a quantity (score, success, points of the last adaptation trial): its interquartile mean over
-    the seeds that were run must lie within the interval of the committed runs with the same seeds.
+    A cell is an arm and a quantity (score, success, points of the last adaptation trial and of the best episodes of all
+    trials): its interquartile mean over the seeds that were run must lie within the interval of the committed runs with
+    the same seeds.
     """
     found = [f"not run: {reason}" for reason in fresh.failed]
     for arm, record in fresh.arms.items():
@@ -172,5 +173,6 @@ def _arm_differences(arm: str, committed: Sequence[Record], fresh: Sequence[Reco
 def _quantities(rows: Sequence[Record]) -> dict[str, list[list[float]]]:
     quantities = {"score": by_stratum([row["tasks"] for row in rows]), "success": [[row["success"] for row in rows]]}
     if all("adaptation" in row for row in rows):
+        quantities["last adaptation trial"] = [[row["adaptation"]["score"][-1] for row in rows]]
         quantities["adaptation"] = [[row["adaptation"]["best"][-1] for row in rows]]
     return quantities

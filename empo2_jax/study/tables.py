@@ -8,9 +8,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from empo2_jax.metrics import Record
 from empo2_jax.study.results import Results
 from empo2_jax.study.runs import SPENT
-from empo2_jax.study.statistics import Estimate
+from empo2_jax.study.statistics import Estimate, paired_interval
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,11 @@ class Table:
 
 
 def tables(results: Results) -> list[Table]:
-    """All tables: scores, seeds, tasks where there are several, cost."""
+    """All tables: scores, seeds, tasks where there are several, adaptation and entropy where they are known, cost."""
     made = [scores(results), seeds(results)]
     if len(results.rows[0]["tasks"]) > 1:
         made.append(tasks(results))
-    return [*made, cost(results)]
+    return [*made, *(table for table in (adaptation(results), entropy(results)) if table.rows), cost(results)]
 
 
 def scores(results: Results) -> Table:
@@ -74,6 +75,51 @@ def tasks(results: Results) -> Table:
     return Table("Tasks", "Score without memory by task, mean over seeds, points.", ["task", *results.names], rows)
 
 
+def adaptation(results: Results) -> Table:
+    """What trials with memory and fixed weights change, by arm."""
+    rows = []
+    for name in results.names:
+        curves = [row["adaptation"] for row in results.of(name) if "adaptation" in row]
+        if not curves:
+            continue
+        first, last = ([curve["score"][place] for curve in curves] for place in (0, -1))
+        best = fmean(curve["best"][-1] for curve in curves)
+        change = interval_text(paired_interval(last, first), signed=True)
+        rows.append([name, f"{fmean(first):.1f}", f"{fmean(last):.1f}", change, f"{best:.1f}"])
+    note = (
+        "Test-time adaptation (sees test rewards): points of the first trial, which has no tips yet, of the last one, "
+        "last less first (mean and 95 % interval over seeds, Student's t), and of the best episodes of all trials."
+    )
+    return Table("Adaptation", note, ["arm", "first trial", "last trial", "last − first", "best"], rows)
+
+
+def entropy(results: Results) -> Table:
+    """Entropy of the actions by quarter of the training, and how far the first and last are from the reference's."""
+    parts = {
+        name: {row["seed"]: nats for row in results.of(name) if (nats := _quarters(row))} for name in results.names
+    }
+    reference = parts.get(results.reference, {})
+    rows = []
+    for name, mine in parts.items():
+        if not mine:
+            continue
+        seeds = sorted(mine.keys() & reference.keys()) if name != results.reference else []
+        pairs = [([mine[s][at] for s in seeds], [reference[s][at] for s in seeds]) for at in (0, -1)]
+        differences = [interval_text(paired_interval(*pair), signed=True, digits=3) if seeds else "" for pair in pairs]
+        rows.append([name, *(f"{fmean(quarter):.3f}" for quarter in zip(*mine.values(), strict=True)), *differences])
+    note = (
+        "Nats per action token of the training episodes, by quarter of the iterations: means over seeds; the first and "
+        f"the last quarter less those of {results.reference}: mean and 95 % interval (Student's t)."
+    )
+    return Table("Entropy", note, ["arm", "1st", "2nd", "3rd", "4th", "1st − reference", "4th − reference"], rows)
+
+
+def _quarters(row: Record) -> list[float]:
+    """Means over the quarters of a run's iterations; [] for fewer than four."""
+    nats = [entropy for _, _, entropy, _ in row["training"] if entropy is not None]
+    return [float(part.mean()) for part in np.array_split(nats, 4)] if len(nats) >= 4 else []
+
+
 def cost(results: Results) -> Table:
     """Means of what the runs of an arm took."""
     rows = []
@@ -86,12 +132,12 @@ def cost(results: Results) -> Table:
     return Table("Cost", "Means over runs; seconds of training without start and evaluation.", columns, rows)
 
 
-def interval_text(estimate: Estimate, signed: bool = False) -> str:
+def interval_text(estimate: Estimate, signed: bool = False, digits: int = 1) -> str:
     """Value and interval; only the value where there is no interval."""
-    sign = "+" if signed else ""
+    form = f"{'+' if signed else ''}.{digits}f"
     if not np.isfinite([estimate.low, estimate.high]).all():
-        return f"{estimate.value:{sign}.1f}"
-    return f"{estimate.value:{sign}.1f} [{estimate.low:{sign}.1f}, {estimate.high:{sign}.1f}]"
+        return f"{estimate.value:{form}}"
+    return f"{estimate.value:{form}} [{estimate.low:{form}}, {estimate.high:{form}}]"
 
 
 def print_results(results: Results) -> None:

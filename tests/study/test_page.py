@@ -8,7 +8,7 @@ import pytest
 
 from empo2_jax.study.page import figures, write_page
 from empo2_jax.study.statistics import Estimate
-from empo2_jax.study.tables import cost, interval_text, scores, seeds, tables
+from empo2_jax.study.tables import adaptation, cost, entropy, interval_text, scores, seeds, tables
 from tests.fixtures.browser import CHROMIUM, browser
 from tests.fixtures.studies import make_results, make_row
 
@@ -31,8 +31,38 @@ def test_tables_have_the_numbers() -> None:
     assert named["Tasks"].rows == [["lamp", "10.0", "10.0"], ["door", "30.0", "30.0"]]
 
 
+def test_what_trials_with_memory_change() -> None:
+    results = make_results(SCORES)
+    assert not adaptation(results).rows
+    curves = {seed: {"score": [50.0, 20.0, last], "best": [50.0, 60.0, 60.0]} for seed, last in enumerate((30.0, 10.0))}
+    rows = [row | {"adaptation": curves[row["seed"]]} for row in results.of("new") if row["seed"] in curves]
+    (row,) = adaptation(replace(results, rows=rows)).rows  # -20 and -40: standard error 10, t with one degree 12.706
+    assert row == ["new", "50.0", "20.0", "-30.0 [-157.1, +97.1]", "60.0"]
+
+
+def test_entropy_by_quarter_and_against_the_reference() -> None:
+    results = make_results(SCORES)
+    assert not entropy(results).rows  # two iterations have no quarters
+    starts = {("new", 0): 1.0, ("new", 1): 1.2, ("old", 0): 0.5, ("old", 1): 0.5, ("old", 2): 9.0}
+
+    def training(start: float) -> list[list[float | None]]:
+        nats = [start, start, start / 2, start / 2, 0.3, 0.5, 0.2, 0.2]
+        return [[n + 1, 0.0, entropy, 1.0] for n, entropy in enumerate(nats)] + [[9, 0.0, None, 1.0]]
+
+    rows = [
+        row | {"training": training(starts[key])}
+        for row in results.rows
+        if (key := (row["arm"], row["seed"])) in starts
+    ]
+    new, old = entropy(replace(results, rows=rows)).rows
+    # 0.5 and 0.7: standard error 0.1, t 12.706; seed 2 has no partner
+    assert new == ["new", "1.100", "0.550", "0.400", "0.200", "+0.600 [-0.671, +1.871]", "+0.000 [+0.000, +0.000]"]
+    assert old == ["old", "3.333", "1.667", "0.400", "0.200", "", ""]
+
+
 def test_intervals_as_text() -> None:
     assert interval_text(Estimate(1.25, -2.0, 4.0), signed=True) == "+1.2 [-2.0, +4.0]"
+    assert interval_text(Estimate(0.1234, -0.2, 4.0), digits=3) == "0.123 [-0.200, 4.000]"
     assert interval_text(Estimate(1.25, float("-inf"), float("inf"))) == "1.2"
 
 
@@ -43,11 +73,12 @@ def test_figures_have_the_curves_of_the_rows() -> None:
     made = {figure.title: figure for figure in figures(with_curves)}
     assert list(made) == [
         *("Scores", "What each change costs", "Learning curves", "Training score", "Score against wall time"),
-        *("Entropy", "Adaptation"),
+        *("Entropy", "Adaptation", "Best adaptation"),
     ]
     assert made["Learning curves"].table.rows[:2] == [["new", "0", "0", "0", "0"], ["new", "2", "85", "70", "100"]]
     assert made["Score against wall time"].table.rows[1] == ["new", "2", "85"]
-    assert made["Adaptation"].table.rows[1] == ["new", "2", "8"]
+    assert made["Adaptation"].table.rows[1] == ["new", "2", "5"]
+    assert made["Best adaptation"].table.rows[1] == ["new", "2", "8"]
     assert made["What each change costs"].table.rows[0][:2] == ["new − old", "60"]
     assert "Adaptation" not in {figure.title for figure in figures(results)}
 

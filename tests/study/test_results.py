@@ -73,11 +73,14 @@ def test_within_the_interval_is_reproduced() -> None:
 
 def test_adaptation_is_a_cell_of_its_own() -> None:
     def adapted(best: float) -> list[dict[str, object]]:
-        curve = {"score": [0.0, 5.0], "best": [0.0, best]}
+        curve = {"score": [0.0, best / 2], "best": [0.0, best]}
         return [make_row(arm, seed, 50.0, adaptation=curve) for arm in SCORES for seed in range(3)]
 
     committed, fresh = (replace(make_results(SCORES), rows=adapted(best)) for best in (50.0, 60.0))
-    assert differences(committed, fresh)[0] == "new, adaptation: 60.00 is outside of 50.00 to 50.00"
+    assert differences(committed, fresh)[:2] == [
+        "new, last adaptation trial: 30.00 is outside of 25.00 to 25.00",
+        "new, adaptation: 60.00 is outside of 50.00 to 50.00",
+    ]
     assert differences(replace(committed, rows=make_results(SCORES).rows[:3]), replace(fresh, arms={})) == []
 
 
