@@ -79,6 +79,10 @@ def _restored(run_dir: Path, step: int | None) -> tuple[assembly.Policy, Any, An
     return policy, state.params, parts.frozen, chosen
 
 
+def _panel_config(run_dir: Path, panel_file: Path | None) -> Config:
+    return run_config(run_dir) if panel_file is None else use_panel(run_config(run_dir), panel_file)
+
+
 def evaluate_run(
     run_dir: Path,
     split: str | None = None,
@@ -100,7 +104,7 @@ def evaluate_run(
     Raises:
         ConfigError: `split` or `repeats` together with a panel, which fixes both; `step` of a run of Retrospex.
     """
-    config = run_config(run_dir) if panel_file is None else use_panel(run_config(run_dir), panel_file)
+    config = _panel_config(run_dir, panel_file)
     if config.evaluation.panel and (split or repeats):
         raise ConfigError(
             f"the panel {config.evaluation.panel} fixes split and repeats: leave out --split and --repeats"
@@ -139,6 +143,7 @@ def adapt_run(
     tasks: Sequence[str] = (),
     keep_memory: bool = False,
     step: int | None = None,
+    panel_file: Path | None = None,
 ) -> dict[str, Any]:
     """Test-time adaptation of a run's checkpoint; appends the record to adaptations.jsonl and renews the report.
 
@@ -149,8 +154,12 @@ def adapt_run(
         tasks: Names of tasks, other ones than those trained on if wanted; none: as configured.
         keep_memory: Begin with a copy of the checkpoint's tips instead of an empty memory.
         step: Checkpoint; None for the newest good one.
+        panel_file: The problems, other ones than those trained on if wanted, each once a trial; None as configured.
+
+    Raises:
+        ConfigError: `split` or `tasks` together with a panel, which fixes both.
     """
-    config = run_config(run_dir)
+    config = _panel_config(run_dir, panel_file)
     if config.evaluation.panel and (split or tasks):
         raise ConfigError(f"the panel {config.evaluation.panel} fixes split and tasks: leave out --split and --tasks")
     changes: dict[str, Any] = {"evaluation": config.evaluation.model_copy(update={"split": split})} if split else {}

@@ -112,7 +112,8 @@ def test_fewer_variations_than_asked_for_are_told() -> None:
 def test_shipped_panels_name_problems_of_their_split(path: Path) -> None:
     panel = load_panel(path)
     if panel.env == "toy":
-        assert panel_tasks(toy.family(), EvaluationConfig(panel=str(path))) == toy.family().tasks("test")
+        first = {"toy": 0, "toy_unseen": 4}[path.stem]
+        assert panel_tasks(toy.family(), EvaluationConfig(panel=str(path))) == toy.family().tasks("test")[first:]
         return
     tasks = panel_tasks(scienceworld.family(tasks=["melt"]), EvaluationConfig(panel=str(path)))
     by_name = {name: [task.variation for task in tasks if task.name == name] for name in panel.tasks}

@@ -198,9 +198,18 @@ def test_17_adaptation_is_labeled_and_changes_nothing_of_the_run(
 
     assert main(["adapt", str(run_dir), "--trials", "3"]) == 0
     assert main(["adapt", str(run_dir), "--trials", "1", "--keep-memory", "--split", "train", "--step", "1"]) == 0
-    _, again, kept = read_jsonl(run_dir / "adaptations.jsonl")
+    panel = tmp_path / "unseen.toml"  # houses that the run was not trained on
+    panel.write_text('env = "toy"\nsplit = "test"\nrepeats = 1\ntemperature = 0.4\nseed = 0\n[tasks]\nbulb = [6, 7]\n')
+    assert main(["adapt", str(run_dir), "--trials", "2", "--panel", str(panel)]) == 0
+    assert main(["adapt", str(run_dir), "--panel", str(panel), "--split", "dev"]) == 2
+    assert "fixes split and tasks" in capsys.readouterr().err
+    _, again, kept, unseen = read_jsonl(run_dir / "adaptations.jsonl")
     assert again == record  # an empty memory each time, the same draws
     assert (kept["iteration"], kept["memory"], kept["split"]) == (1, "run", "train")
+    assert [(row["variation"], len(row["scores"])) for row in unseen["rows"]] == [(6, 2), (7, 2)]
+    assert [bool(row["tips_shown"][1]) for row in unseen["rows"]] == [
+        bool(row["tips_written"][0]) for row in unseen["rows"]
+    ]
 
 
 def test_tips_in_the_newest_turn_alone_learn_on_branches_and_resume_bit_for_bit(tmp_path: Path) -> None:
