@@ -72,10 +72,9 @@ def record(trials: Sequence[Trial], *, iteration: int, split: str, memory: str) 
     """The line that goes to adaptations.jsonl: curves over the trials, and every episode by variation.
 
     A score is the mean of the trial's repeats, None where one failed. `best_*` is the mean over tasks of the best
-    episode so far; it never falls while no episode fails (`complete`).
-    `best_*` is the mean over tasks of the best episode so far; it never falls while no episode fails (`complete`). A
-    row has, trial by trial, the score (None: failed), the best tip that the first turn showed and the tip that was
-    written afterwards ("" for none): whether a curve falls by what was written or by how it was read.
+    episode so far; it never falls while no episode fails (`complete`). A row has, trial by trial, the score, the best
+    tip that the first turn of the first repeat showed and the tip that it wrote afterwards ("" for none): whether a
+    curve falls by what was written or by how it was read.
 
     Args:
         trials: All of them, in order.
@@ -83,16 +82,17 @@ def record(trials: Sequence[Trial], *, iteration: int, split: str, memory: str) 
         split: That the tasks are from.
         memory: What it began with: empty or run.
     """
-    episodes: dict[tuple[str, int], list[Episode]] = {}
+    rows: dict[tuple[str, int], dict[str, list[Any]]] = {}
     for trial in trials:
         cells: dict[tuple[str, int], list[Episode]] = {}
         for episode in trial.now.episodes:
             cells.setdefault((episode.task.name, episode.task.variation), []).append(episode)
         for cell, episodes in cells.items():
             failed = any(not episode.stop_reason.valid for episode in episodes)
-            score = None if failed else fmean(episode.score for episode in episodes)
-            scores.setdefault(cell, []).append(score)
-            episodes.setdefault((episode.task.name, episode.task.variation), []).append(episode)
+            row = rows.setdefault(cell, {"scores": [], "tips_shown": [], "tips_written": []})
+            row["scores"].append(None if failed else fmean(episode.score for episode in episodes))
+            row["tips_shown"].append(_shown(episodes[0]))
+            row["tips_written"].append(episodes[0].tip)
     return {
         "label": LABEL,
         "iteration": iteration,
@@ -103,16 +103,7 @@ def record(trials: Sequence[Trial], *, iteration: int, split: str, memory: str) 
         "best_score": [trial.best.score for trial in trials],
         "best_success": [trial.best.success for trial in trials],
         "complete": all(trial.now.complete for trial in trials),
-        "rows": [
-            {
-                "task": task,
-                "variation": number,
-                "scores": [episode.score if episode.stop_reason.valid else None for episode in row],
-                "tips_shown": [_shown(episode) for episode in row],
-                "tips_written": [episode.tip for episode in row],
-            }
-            for (task, number), row in episodes.items()
-        ],
+        "rows": [{"task": task, "variation": number, **row} for (task, number), row in rows.items()],
     }
 
 

@@ -129,7 +129,6 @@ def build_parser() -> Parser:
     adapt.add_argument("--trials", type=int, default=10, metavar="K", help="episodes per variation (default: 10)")
     adapt.add_argument("--split", choices=("train", "dev", "test"), help="(default: as configured)")
     adapt.add_argument("--tasks", metavar="A,B", help="of the environment (default: as configured)")
-    adapt.add_argument("--tasks", default="", metavar="A,B", help="of the environment (default: as configured)")
     adapt.add_argument("--panel", type=Path, metavar="FILE", help="panel file (default: as configured)")
     adapt.add_argument("--keep-memory", action="store_true", help="begin with the run's tips instead of none")
 
@@ -279,9 +278,6 @@ def _adapt(options: argparse.Namespace) -> int:
     tasks = [name.strip() for name in (options.tasks or "").split(",") if name.strip()]
     if options.tasks is not None and not tasks:
         raise ConfigError(f"--tasks {options.tasks!r}: names of tasks of the environment are allowed, A,B")
-    choice = {"split": options.split, "tasks": tasks, "keep_memory": options.keep_memory, "step": options.step}
-    print_adaptation(adapt_run(options.run, options.trials, **choice))
-    tasks = [name.strip() for name in options.tasks.split(",") if name.strip()]
     choice = {"split": options.split, "tasks": tasks, "panel_file": options.panel}
     print_adaptation(
         adapt_run(options.run, options.trials, keep_memory=options.keep_memory, step=options.step, **choice)
