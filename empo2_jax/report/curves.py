@@ -118,9 +118,9 @@ def score_by_time(metrics: Sequence[Record]) -> Chart | None:
     minutes, points = 0.0, []
     for record in metrics:
         seconds, score = record.get("timing_s/iteration"), record.get("episode/score")
-        if is_number(seconds) and is_number(score):
+        if is_number(seconds):
             minutes += float(seconds) / 60
-            points.append((minutes, float(score)))
+            points += [(minutes, float(score))] if is_number(score) else []
     return chart("Score against wall time", "Points; minutes since the start.", {"episode": points}, "minutes")
 
 

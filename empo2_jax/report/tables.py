@@ -62,8 +62,8 @@ def panel(evaluations: Sequence[Record]) -> Section:
     rows.append(["success rate", *(text(line["success"]) for line in chosen)])
     same = spread(comparable(evaluations), 6)
     columns = [
-        f"{line['label']} @ {line['iteration']}{'' if alike else ' †'}"
-        for line, alike in zip(chosen, same, strict=True)
+        f"{line['label']} @ {line['iteration']}{'' if compares else ' †'}"
+        for line, compares in zip(chosen, same, strict=True)
     ]
     note = "" if all(same) else "† does not compare with the others: episodes failed, or other problems were played."
     about = "Fixed panel, fixed seeds, no tips. Columns: label @ iteration."

@@ -81,7 +81,7 @@ def section(effects: TipEffects, recorded: int) -> Section:
         "Mean score of the episodes that saw a tip against that of the members of the same groups (same task, same "
         "weights) that acted without any. Ordered by the points moved: gain × episodes. Tips shown together share "
         "what they did, and one that few groups saw shows mostly luck. "
-        f"Of {len(found):,} tips seen, {len(helped):,} helped and {len(hurt):,} hurt."
+        f"Of {len(found):,} pairs of a task and a tip seen on it, {len(helped):,} helped and {len(hurt):,} hurt."
     )
     return Section(title, about, tables=[_table("Helped", helped), _table("Hurt", hurt)])
 

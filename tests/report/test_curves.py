@@ -52,3 +52,5 @@ def test_score_by_time_adds_up_minutes() -> None:
     chart = score_by_time(metrics)
     assert chart is not None and chart.table is not None and chart.table.rows == [["1", "1"], ["1.5", "2"]]
     assert score_by_time([{"episode/score": 1.0}]) is None
+    chart = score_by_time([{"timing_s/iteration": 60.0, "episode/score": "nan"}, *metrics])  # its time has passed too
+    assert chart is not None and chart.table is not None and chart.table.rows == [["2", "1"], ["2.5", "2"]]

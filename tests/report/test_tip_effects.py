@@ -62,7 +62,7 @@ def test_the_section_says_what_helped_what_hurt_and_how_many_there_are() -> None
     assert len(helped.rows) == SHOWN and helped.note == f"The {SHOWN} that moved most, of {SHOWN + 2}."
     assert helped.rows[0][1:] == ["toy/lamp/0", "36.0", "10.0", "+26.0", "1", "1 / 0"]
     assert [row[1:] for row in hurt.rows] == [["toy/lamp/0", "4.0", "10.0", "-6.0", "1", "0 / 1"]]
-    assert "Of 18 tips seen, 17 helped and 1 hurt." in section(effects, 36).about
+    assert "Of 18 pairs of a task and a tip seen on it, 17 helped and 1 hurt." in section(effects, 36).about
 
 
 def test_without_tips_it_says_that_nothing_can_be_compared() -> None:
