@@ -187,7 +187,7 @@ def test_a_run_that_is_still_written_has_a_page_with_marks(tmp_path: Path) -> No
 
 def test_long_runs_stay_within_the_budget(tmp_path: Path) -> None:
     make_run(tmp_path)
-    heavy = episode(transcript="a" * (EPISODE_BYTES // 4))
+    heavy = episode(transcript="<|im_start|>é&" * (EPISODE_BYTES // 4 // 14))
     write_episodes(tmp_path, {1: [episode()], 2: [episode()], 3: [episode()], **{n: [heavy] for n in range(11, 20)}})
     page = write_report(tmp_path)
     assert page.stat().st_size < EPISODE_BYTES * 1.1

@@ -9,8 +9,8 @@ ATTACK = "</script><script>alert(1)</script><b>&amp;"
 
 def test_embedded_json_is_the_same_value() -> None:
     values = [{"text": f"{ATTACK} \u2028 é"}, {"n": 1}]
-    text = embed([json.dumps(value, ensure_ascii=False) for value in values])
-    assert json.loads(text) == values
+    text = embed(texts(7, values))
+    assert json.loads(text) == [{"iteration": 7, **value} for value in values]
     assert not set("<>&\u2028") & set(text)
 
 
@@ -19,6 +19,7 @@ def test_every_iteration_has_its_first_episodes_before_any_has_more() -> None:
     assert choose(episodes) == ["a1", "b1", "c1", "d2", "e2"]
     assert choose(episodes, 6) == choose(episodes, 7) == ["a1", "b1", "d2"]
     assert choose({}) == []
+    assert choose({1: ["é"], 2: ["e"]}, 2) == ["é"]  # bytes, not characters
 
 
 def test_an_iteration_brings_at_least_one_episode_and_at_most_its_part() -> None:
