@@ -48,12 +48,11 @@ def phantoms(iteration: int, episodes: Sequence[Record], size: int) -> list[Phan
     return found
 
 
-def section(found: Sequence[PhantomGroup], size: int | None) -> Section:
-    """The newest phantom groups; `size` is None where groups are not known or not recorded as a whole."""
+def section(found: Sequence[PhantomGroup], unknown: str = "") -> Section:
+    """The newest phantom groups, or why groups are `unknown`."""
     title = "Phantom advantages"
-    if size is None:
-        why = "no group is recorded as a whole (run.episodes_logged against rollout.group_size)"
-        return Section(title, missing=[f"The groups are not listed: {why}; their share is in the chart Groups."])
+    if unknown:
+        return Section(title, missing=[f"The groups are not listed: {unknown}; their share is in the chart Groups."])
     about = (
         "Groups whose members all have the same return from the world, so that novelty alone decides which episode "
         "counts as better."

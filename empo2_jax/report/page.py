@@ -15,6 +15,7 @@ from empo2_jax.report.curves import COST, LEARNING, MEMORY, MODES, OPTIMIZATION
 from empo2_jax.report.marks import marks
 from empo2_jax.report.parts import Section
 from empo2_jax.report.run_files import RunFiles, episode_files, read_episodes, read_run
+from empo2_jax.run_record import CONFIG_FILE
 
 REPORT_FILE = "report.html"
 
@@ -39,8 +40,7 @@ def write_report(run_dir: Path) -> Path:
         DataError: no `metrics.jsonl`, or a log of the run cannot be read.
     """
     run = read_run(run_dir)
-    size = _group_size(run)
-    found = survey(run, size)
+    found = survey(run)
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("empo2_jax.report", "."),
         autoescape=True,
@@ -53,7 +53,7 @@ def write_report(run_dir: Path) -> Path:
         name=run_dir.resolve().name,
         facts=tables.facts(run),
         marks=[*marks(run), *found.remarks],
-        sections=sections(run, found, size),
+        sections=sections(run, found),
         last=tables.last_values(run.metrics),
         episodes_json=viewer.embed(episodes),
         episodes_shown=len(episodes),
@@ -65,15 +65,16 @@ def write_report(run_dir: Path) -> Path:
     return path
 
 
-def survey(run: RunFiles, group_size: int | None) -> Survey:
+def survey(run: RunFiles) -> Survey:
     """Go through the recorded episodes once."""
     files = episode_files(run.folder)
     wanted = set(viewer.wanted([iteration for iteration, _ in files]))
     found = Survey()
+    size = run.config.rollout.group_size if run.config and not _groups_unknown(run) else None
     for iteration, episodes in read_episodes(files, found.remarks):
         found.recorded += len(episodes)
         found.effects.add(episodes)
-        found.phantoms += groups.phantoms(iteration, episodes, group_size) if group_size else []
+        found.phantoms += groups.phantoms(iteration, episodes, size) if size else []
         found.asked.add(iteration, episodes)
         found.visits.add(iteration, episodes)
         if iteration in wanted:
@@ -81,7 +82,7 @@ def survey(run: RunFiles, group_size: int | None) -> Survey:
     return found
 
 
-def sections(run: RunFiles, found: Survey, group_size: int | None) -> list[Section]:
+def sections(run: RunFiles, found: Survey) -> list[Section]:
     """Everything between the head and the viewer, in its order."""
     adapted = [Section(label, charts=charts) for label, charts in curves.adaptations(run.adaptations).items()]
     every = [
@@ -94,7 +95,7 @@ def sections(run: RunFiles, found: Survey, group_size: int | None) -> list[Secti
         _curves(OPTIMIZATION, run),
         _curves(MEMORY, run),
         novelty_map.section(run.kept, found.visits),
-        groups.section(found.phantoms, group_size),
+        groups.section(found.phantoms, _groups_unknown(run)),
         _cost(run),
         *adapted,
     ]
@@ -115,9 +116,10 @@ def _cost(run: RunFiles) -> Section:
     return Section(COST, charts=charts, tables=tables.cost(run.metrics), missing=section.missing)
 
 
-def _group_size(run: RunFiles) -> int | None:
-    """Members of a group, where they are recorded as a whole."""
+def _groups_unknown(run: RunFiles) -> str:
+    """Why groups cannot be told; "" where they are recorded as a whole."""
     if run.config is None:
-        return None
-    size = run.config.rollout.group_size
-    return size if size <= run.config.run.episodes_logged else None
+        return f"{CONFIG_FILE} is missing or not understood"
+    if run.config.rollout.group_size > run.config.run.episodes_logged:
+        return "no group is recorded as a whole (run.episodes_logged against rollout.group_size)"
+    return ""

@@ -33,11 +33,11 @@ def test_parts_of_groups_and_failed_members_are_no_phantoms() -> None:
 
 def test_the_section_lists_the_newest_first_or_says_why_not() -> None:
     found = phantoms(4, group(0, [30.0, 30.0], [0.5, 2.0]), 2) + phantoms(7, group(1, [1.0, 1.0], [0.5, 1.0]), 2)
-    (table,) = section(found, 2).tables
+    (table,) = section(found).tables
     assert [row[1:] for row in table.rows] == [
         ["7", "toy/lamp/0", "2", "1", "0.5 … 1"],
         ["4", "toy/lamp/0", "2", "30", "0.5 … 2"],
     ]
     assert table.rows[0][0].search == "i3/g1/"
-    assert section([], 2).missing == ["No recorded group is one."]
-    assert "no group is recorded as a whole" in section([], None).missing[0]
+    assert section([]).missing == ["No recorded group is one."]
+    assert section([], "nobody knows").missing[0].startswith("The groups are not listed: nobody knows; ")
