@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from empo2_jax.metrics import Record
 
 BEST = 300  # entries that are kept as they are
+ENTRY_KEYS = {"buffer", "content", "counter", "episode", "iteration", "score"}
 
 
 @dataclass
@@ -36,7 +37,7 @@ class Content:
 
 
 def read_content(lines: Iterable[bytes]) -> Content:
-    """From the lines of a dump behind its header; raises `ValueError` where one is no JSON."""
+    """From the lines of a dump behind its header; raises `ValueError` where one is no JSON or lacks a key."""
     buffers: dict[str, Buffer] = defaultdict(Buffer)
     best = heapq.nsmallest(BEST, _counted(lines, buffers), key=lambda tip: (-tip["score"], -tip["counter"]))
     return Content(dict(buffers), best)
@@ -45,6 +46,8 @@ def read_content(lines: Iterable[bytes]) -> Content:
 def _counted(lines: Iterable[bytes], buffers: dict[str, Buffer]) -> Iterator[Record]:
     for line in lines:
         tip = json.loads(line)
+        if lacking := ENTRY_KEYS - tip.keys():
+            raise ValueError(f"an entry of the memory lacks {', '.join(sorted(lacking))}")
         buffer, iteration = buffers[tip["buffer"]], tip["iteration"]
         buffer.first = min(buffer.first, iteration) if buffer.entries else iteration
         buffer.last = max(buffer.last, iteration)

@@ -6,7 +6,7 @@ without `metrics.jsonl`, or where a log is damaged in its middle, there is no pa
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import islice
@@ -32,15 +32,28 @@ from empo2_jax.metrics import (
 )
 from empo2_jax.report.memory_content import Content, read_content
 from empo2_jax.run_record import CONFIG_FILE, origin, read_facts
+from empo2_jax.types import StopReason
 
 LOSSES_FILE = "start/losses.json"  # of the warm start
 CHECKPOINTS_FOLDER = "checkpoints"
 TIPS_FILE, VISITS_FILE, STATES_FILE = "memory/tips.jsonl", "novelty/novelty.json", "novelty/novelty.safetensors"
-EPISODE_KEYS = {
-    *("id", "task", "mode", "score", "success", "stop_reason", "extrinsic_return", "intrinsic_return"),
-    *("tip_written", "steps"),
+Shape = Mapping[str, Any]  # the keys that a record needs; under each the shape of what is listed there, or none
+STEP: Shape = {
+    **dict.fromkeys(("observation", "state_before", "action", "resolved", "resolution", "intrinsic_reward")),
+    **{"action_tokens": None, "tips": dict.fromkeys(("content", "score"))},
 }
-STEP_KEYS = {"state_before", "tips", "action", "intrinsic_reward"}
+EPISODE: Shape = {
+    **dict.fromkeys(("id", "task", "mode", "score", "success", "stop_reason", "extrinsic_return", "intrinsic_return")),
+    **{"tip_written": None, "steps": STEP},
+}
+EVALUATION: Shape = {
+    **dict.fromkeys(("label", "iteration", "split", "complete", "score", "success", "valid_actions")),
+    "rows": dict.fromkeys(("task", "variation", "scores")),
+}
+ADAPTATION: Shape = {
+    **dict.fromkeys(("label", "iteration", "split", "memory", "score", "best_score")),
+    "rows": dict.fromkeys(("task",)),
+}
 LARGEST_STORE = 512_000_000  # bytes of states that are read to draw them
 T = TypeVar("T")
 
@@ -82,8 +95,8 @@ def read_run(folder: Path) -> RunFiles:
     return RunFiles(
         folder=folder,
         metrics=read_metrics(folder),
-        evaluations=_lines(folder / EVALUATIONS_FILE),
-        adaptations=_lines(folder / ADAPTATIONS_FILE),
+        evaluations=_lines(folder / EVALUATIONS_FILE, EVALUATION, remarks),
+        adaptations=_lines(folder / ADAPTATIONS_FILE, ADAPTATION, remarks),
         losses=_losses(folder / LOSSES_FILE),
         facts=read_facts(folder),
         forked=origin(folder),
@@ -101,19 +114,54 @@ def episode_files(folder: Path) -> list[tuple[int, Path]]:
 
 
 def read_episodes(files: list[tuple[int, Path]], remarks: list[str]) -> Iterator[tuple[int, list[Record]]]:
-    """(iteration, its recorded episodes), one file at a time; a file that another version wrote gets a remark."""
+    """(iteration, its recorded episodes), one file at a time.
+
+    A file that another version wrote, or that a resumed run has removed since, gets a remark.
+    """
     for iteration, path in files:
-        episodes = read_jsonl(path)
-        lacking = {key for record in episodes for key in EPISODE_KEYS - record.keys()}
-        lacking |= {key for record in episodes for step in record.get("steps", ()) for key in STEP_KEYS - step.keys()}
-        if lacking:
-            remarks.append(f"{EPISODES_FOLDER}/{path.name} is left out: it lacks {', '.join(sorted(lacking))}.")
+        try:
+            episodes = read_jsonl(path)
+            flaw = _flaw(episodes)
+        except DataError:
+            if path.exists():
+                raise
+            flaw = "it was removed while the page was made"
+        if flaw:
+            remarks.append(f"{EPISODES_FOLDER}/{path.name} is left out: {flaw}.")
         else:
             yield iteration, episodes
 
 
-def _lines(path: Path) -> list[Record]:
-    return read_jsonl(path) if path.exists() else []
+def _flaw(episodes: list[Record]) -> str:
+    """Why episodes cannot be used, "" if they can."""
+    if lacking := {key for record in episodes for key in _lacking(record, EPISODE)}:
+        return f"it lacks {', '.join(sorted(lacking))}"
+    unknown = {str(record["stop_reason"]) for record in episodes} - set(StopReason)
+    return f"it has unknown stop reasons: {', '.join(sorted(unknown))}" if unknown else ""
+
+
+def _lacking(record: Any, shape: Shape) -> set[str]:
+    """The keys that a record and the records listed in it lack; all where it is no record."""
+    if not isinstance(record, dict):
+        return set(shape)
+    lacking = shape.keys() - record.keys()
+    for name, inner in shape.items():
+        if inner and name not in lacking:
+            parts = record[name] if isinstance(record[name], list) else [None]
+            lacking = lacking.union(*(_lacking(part, inner) for part in parts))
+    return lacking
+
+
+def _lines(path: Path, shape: Shape, remarks: list[str]) -> list[Record]:
+    """The lines that have what they need, with a remark on the others; [] without the file."""
+    records = read_jsonl(path) if path.exists() else []
+    flaws = [_lacking(record, shape) for record in records]
+    if lacking := set().union(*flaws):
+        count = sum(map(bool, flaws))
+        remarks.append(
+            f"{path.name}: {count} of {len(records)} lines are left out: they lack {', '.join(sorted(lacking))}."
+        )
+    return [record for record, flaw in zip(records, flaws, strict=True) if not flaw]
 
 
 def _text(path: Path) -> str:
@@ -150,6 +198,9 @@ def _kept(folder: Path, remarks: list[str]) -> Kept | None:
             )
         except (CheckpointError, ValueError, SafetensorError) as error:
             remarks.append(f"Checkpoint {step} is passed over: {error}.")
+        except (KeyError, TypeError, AttributeError) as error:
+            said = f"{type(error).__name__}: {error}"
+            remarks.append(f"Checkpoint {step} is passed over, as that of another version: {said}.")
     return None
 
 

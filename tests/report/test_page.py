@@ -164,6 +164,25 @@ def test_a_run_with_metrics_alone_has_a_report_that_says_what_is_missing(tmp_pat
         assert expected in text
 
 
+def test_a_run_of_another_version_has_a_page_that_says_what_is_left_out(tmp_path: Path) -> None:
+    run = full_run(tmp_path)
+    bare = {key: value for key, value in evaluation("end", 2, 33.75).items() if key != "complete"}
+    write_lines(run / "evaluations.jsonl", evaluation("before", 0, 12.25), bare, evaluation("end", 2, 1.0, rows=[{}]))
+    write_lines(run / "adaptations.jsonl", {"label": "adaptation", "iteration": 2, "rows": 3})
+    write_episodes(run, {1: [episode(stop_reason="bored")]})
+    write_checkpoint(run, 2, [{"content": "go left", "score": 70.0}])
+    (run / "config.toml").write_text("[run]\nwarp_speed = 9\n")
+    text = Page(write_report(run).read_text()).text
+    for expected in (
+        "evaluations.jsonl: 2 of 3 lines are left out: they lack complete, scores, task, variation.",
+        "adaptations.jsonl: 1 of 1 lines are left out: they lack best_score, memory, score, split, task.",
+        "episodes/1.jsonl is left out: it has unknown stop reasons: bored.",
+        "Checkpoint 2 is passed over: an entry of the memory lacks buffer, counter, episode, iteration.",
+        "The groups are not listed: config.toml is missing or not understood",
+    ):
+        assert expected in text
+
+
 def test_missing_metrics_and_broken_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"metrics\.jsonl: no such file"):
         write_report(tmp_path)

@@ -1,14 +1,17 @@
 """Reading a run that is unfinished, still writing, damaged or of another version."""
 
+import hashlib
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from empo2_jax.errors import DataError
 from empo2_jax.report import run_files
 from empo2_jax.report.run_files import episode_files, read_episodes, read_run
-from tests.fixtures.recorded import episode, make_run, tip, write_checkpoint, write_episodes
+from tests.fixtures.recorded import episode, make_run, step, tip, write_checkpoint, write_episodes
 
 
 def test_the_newest_checkpoint_gives_memory_and_novelty(tmp_path: Path) -> None:
@@ -78,7 +81,7 @@ def test_a_configuration_of_another_version_is_shown_and_not_used(tmp_path: Path
 
 def test_files_are_read_in_the_order_of_iterations_and_old_ones_are_left_out(tmp_path: Path) -> None:
     old = {key: value for key, value in episode().items() if key != "tip_written"}
-    stepped = episode(steps=[{"tips": [], "action": "look", "intrinsic_reward": 0.0}])
+    stepped = episode(steps=[{key: value for key, value in step().items() if key != "state_before"}])
     write_episodes(tmp_path, {10: [episode("a"), episode("b")], 9: [episode("c")], 2: [old], 3: [stepped]})
     (tmp_path / "episodes/notes.jsonl").write_text("not ours\n")
     remarks: list[str] = []
@@ -88,3 +91,25 @@ def test_files_are_read_in_the_order_of_iterations_and_old_ones_are_left_out(tmp
         "episodes/2.jsonl is left out: it lacks tip_written.",
         "episodes/3.jsonl is left out: it lacks state_before.",
     ]
+
+
+def test_a_file_that_a_resumed_run_removes_meanwhile_is_left_out(tmp_path: Path) -> None:
+    write_episodes(tmp_path, {1: [episode("a")], 2: [episode("b")]})
+    remarks: list[str] = []
+    reading = read_episodes(episode_files(tmp_path), remarks)
+    assert next(reading)[0] == 1
+    (tmp_path / "episodes/2.jsonl").unlink()
+    assert list(reading) == []
+    assert remarks == ["episodes/2.jsonl is left out: it was removed while the page was made."]
+
+
+def test_states_without_embeddings_pass_a_checkpoint_over(tmp_path: Path) -> None:
+    place = write_checkpoint(make_run(tmp_path), 2, [tip("new", 2.0)], {"a": [4, 1]})
+    states = save({"vectors": np.eye(2, dtype=np.float32)})
+    (place / "novelty/novelty.safetensors").write_bytes(states)
+    manifest = json.loads((place / "manifest.json").read_text())
+    manifest["files"]["novelty/novelty.safetensors"] = hashlib.sha256(states).hexdigest()
+    (place / "manifest.json").write_text(json.dumps(manifest))
+    found = read_run(tmp_path)
+    assert found.kept is None
+    assert found.remarks == ["Checkpoint 2 is passed over, as that of another version: KeyError: 'embeddings'."]
