@@ -29,7 +29,10 @@ _PATIENCE_S = 120.0  # without any server
 
 
 def cases(quick: bool) -> list[Case]:
-    """480 episodes (quick: 128) under 1.5 kills an iteration of 16; minutes rather than samples, hence once."""
+    """480 episodes (quick: 128) under 1.5 kills an iteration of 16; minutes rather than samples, hence once.
+
+    Quick is too short for lives to settle: its growth is always 0 and says nothing.
+    """
     arguments = {"episodes": QUICK_EPISODES if quick else EPISODES, "seed": 0}
     return [Case("soak/kills", "empo2_jax.bench.soak:ours", arguments=arguments, unit="episode", pairs=1)]
 
