@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 from empo2_jax.errors import EnvError
 
@@ -30,6 +30,8 @@ except ImportError as error:
 
 VERSION: str = __version__  # of the scienceworld package
 START_TIMEOUT_S = 120.0
+STARTS = 3  # of a process that is killed meanwhile
+END_S = 0.5  # from the end of its output to its own
 LOADS_PER_JVM = 1000  # then it counts as worn out and is replaced between episodes
 MEMORY_LIMIT_MB = 200.0  # above it too; one with `LEAN_FLAGS` stays below 130
 
@@ -82,22 +84,10 @@ class Jvm:
         # The simulator writes a table of its objects into its working directory.
         self._directory = tempfile.TemporaryDirectory(prefix="empo2-scienceworld-", ignore_cleanup_errors=True)
         try:
-            self._process = _launch(flags, self._directory.name)
+            self._process, self._gateway, self._server = _started(flags, self._directory.name, timeout_s)
         except EnvError:
             self._directory.cleanup()
             raise
-        try:
-            port, token = _handshake(self._process)
-            self._gateway = _Gateway(
-                gateway_parameters=GatewayParameters(
-                    port=port, auth_token=token, read_timeout=timeout_s, enable_memory_management=False
-                )
-            )
-            self._server = self._gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface()
-        except (EnvError, Py4JError, OSError, ValueError) as error:
-            _end(self._process)
-            self._directory.cleanup()
-            raise EnvError(f"ScienceWorld's Java process did not start ({java_path()}): {error}") from error
         # The simulator prints; a full pipe would block it.
         self._drain = threading.Thread(target=_drain, args=(_pipes(self._process)[1],), daemon=True)
         self._drain.start()
@@ -207,6 +197,26 @@ class Jvm:
         return result
 
 
+def _started(
+    flags: tuple[str, ...], directory: str, timeout_s: float, starts: int = STARTS
+) -> tuple[subprocess.Popen, _Gateway, Any]:
+    """A process, the connection to it and its simulator; one that is killed while it starts costs another start."""
+    process = _launch(flags, directory)
+    try:
+        port, token = _handshake(process)
+        parameters = GatewayParameters(
+            port=port, auth_token=token, read_timeout=timeout_s, enable_memory_management=False
+        )
+        gateway = _Gateway(gateway_parameters=parameters)
+        return process, gateway, gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface()
+    except (EnvError, Py4JError, OSError, ValueError) as error:
+        killed = _code(process) < 0
+        _end(process)
+        if killed and starts > 1:
+            return _started(flags, directory, timeout_s, starts - 1)
+        raise EnvError(f"ScienceWorld's Java process did not start ({java_path()}): {error}") from error
+
+
 def _launch(flags: tuple[str, ...], directory: str) -> subprocess.Popen:
     classpath = os.pathsep.join((find_jar_path(), JAR_PATH))
     gateway = ("py4j.GatewayServer", "--die-on-broken-pipe", "--enable-auth", "0")
@@ -231,17 +241,26 @@ def _handshake(process: subprocess.Popen) -> tuple[int, str]:
     _, stdout = _pipes(process)
     poller.register(stdout, select.POLLIN)
     while printed.count(b"\n") < 2:
-        data = os.read(stdout.fileno(), 4096) if poller.poll(1000 * START_TIMEOUT_S) else b""
+        if not poller.poll(1000 * START_TIMEOUT_S):
+            raise EnvError(f"no port within {START_TIMEOUT_S:g} s; {_NEEDED}")
+        data = os.read(stdout.fileno(), 4096)
         if not data:
-            process.kill()
-            code = process.wait()
-            why = f"no port within {START_TIMEOUT_S:g} s" if code == -signal.SIGKILL else f"it ended with code {code}"
+            code = _code(process)
+            why = f"it was killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with code {code}"
             raise EnvError(f"{why}; {_NEEDED}")
         printed += data
     port, token = printed.decode(errors="replace").splitlines()[:2]
     if not port.isdigit():
         raise EnvError(f"it printed {port[:80]!r} instead of a port; {_NEEDED}")
     return int(port), token
+
+
+def _code(process: subprocess.Popen) -> int:
+    """Exit code of one that is ending, negative for a signal; 0 if it goes on."""
+    try:
+        return process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        return 0
 
 
 def _drain(stream: IO[bytes]) -> None:

@@ -12,7 +12,7 @@ from empo2_jax.config_file import load_config
 from empo2_jax.envs import actions, scienceworld, scienceworld_text
 from empo2_jax.envs.pool import Pool
 from empo2_jax.envs.scienceworld_demos import KINDS, GoldPaths
-from empo2_jax.envs.scienceworld_jvm import DETERMINISTIC_FLAGS, LEAN_FLAGS, Jvm
+from empo2_jax.envs.scienceworld_jvm import DETERMINISTIC_FLAGS, LEAN_FLAGS, STARTS, Jvm, java_path
 from empo2_jax.envs.scienceworld_tasks import PAPER_TASKS, TASKS, lookup
 from empo2_jax.errors import ConfigError, EnvError
 from empo2_jax.rollout.collect import Assignment
@@ -345,6 +345,7 @@ def test_presets_name_the_tasks_of_the_paper_and_of_the_released_code():
     ("script", "message"),
     [
         ("exit 3", r"did not start \(.*/java\): it ended with code 3; Java 8 or newer is needed"),
+        ("kill -9 $$", r"did not start \(.*/java\): it was killed by SIGKILL; Java 8 or newer is needed"),
         ("echo hello; echo world; sleep 60", "it printed 'hello' instead of a port; Java 8 or newer is needed"),
     ],
 )
@@ -355,6 +356,23 @@ def test_a_wrong_java_is_one_clear_error(tmp_path, monkeypatch, script, message)
     monkeypatch.setattr("empo2_jax.envs.scienceworld_jvm.java_path", lambda: str(java))
     with pytest.raises(EnvError, match=message):
         Jvm()
+
+
+def test_one_that_is_killed_while_it_starts_costs_another_start(tmp_path, monkeypatch):
+    real, java = java_path(), tmp_path / "java"
+    java.write_text(
+        f'#!/bin/sh\necho start >>{tmp_path}/starts\n[ -e {tmp_path}/again ] || kill -9 $$\nexec {real} "$@"\n'
+    )
+    java.chmod(0o755)
+    monkeypatch.setattr("empo2_jax.envs.scienceworld_jvm.java_path", lambda: str(java))
+    with pytest.raises(EnvError, match="killed by SIGKILL"):
+        Jvm()
+    assert (tmp_path / "starts").read_text() == "start\n" * STARTS
+    java.write_text(java.read_text().replace("kill -9 $$", f"{{ touch {tmp_path}/again; kill -9 $$; }}"))
+    jvm = Jvm()
+    assert (tmp_path / "starts").read_text() == "start\n" * (STARTS + 2)
+    assert jvm.usable
+    jvm.kill()
 
 
 def test_no_java_is_one_clear_error(monkeypatch):
