@@ -33,6 +33,7 @@ def add_commands(commands: Any, command: Callable[..., argparse.ArgumentParser])
     check.add_argument("name", metavar="NAME", help="environment, for example scienceworld")
     check.add_argument("--tasks", default="", metavar="A,B", help="tasks (default: as configured)")
     check.add_argument("--processes", type=int, default=2, metavar="N", help="processes that must agree (default: 2)")
+    check.add_argument("--package", action="store_true", help="compare every score with the world's own package too")
     _env_options(check)
 
 
@@ -102,16 +103,18 @@ def _check(options: argparse.Namespace) -> int:
     tasks = [name.strip() for name in options.tasks.split(",") if name.strip()]
     config = _env_config(options, options.name, tasks)
     note(f"replaying known solutions of {options.name} in {options.processes} processes")
-    report = check(config, options.processes)
+    report = check(config, options.processes, options.package)
     console = Console()
     for line in report.notes:
         console.print(line, markup=False)
     table = Table(title=f"known solutions in {options.processes} processes")
     table.add_column("problem", overflow="fold")
-    for head in ("solution", "score", "same transcript", "ms per step", ""):
+    compared = ["package's scores"] * options.package
+    heads = ["solution", "score", "same transcript", *compared, "ms per step", ""]
+    for head in heads:
         table.add_column(head, overflow="fold")
     for row in report.rows:
-        problem = row.problem or "good"
-        table.add_row(row.task, f"{row.actions} actions", f"{row.score:g}", row.same, f"{row.step_ms:.1f}", problem)
+        told = [f"{row.actions} actions", f"{row.score:g}", row.same, *[row.package] * options.package]
+        table.add_row(row.task, *told, f"{row.step_ms:.1f}", row.problem or "good")
     console.print(table)
     return 0 if report.good else 1

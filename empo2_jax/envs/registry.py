@@ -1,6 +1,7 @@
 """From `env.name` to an environment family. Nothing is imported until it is named."""
 
 import importlib
+from types import ModuleType
 
 from empo2_jax.config import EnvConfig
 from empo2_jax.envs.base import EnvironmentFamily
@@ -20,6 +21,11 @@ def make_family(config: EnvConfig, *, panel: int = 20, workers: int = 1) -> Envi
     Raises:
         ConfigError: no such environment, or its package is not installed.
     """
+    return environment_module(config).from_config(config, panel=panel, workers=workers)
+
+
+def environment_module(config: EnvConfig) -> ModuleType:
+    """The module that `env.name` names, which has a `from_config`; raises `ConfigError` as `make_family` does."""
     name = config.name if "." in config.name else f"empo2_jax.envs.{config.name}"
     try:
         module = importlib.import_module(name)
@@ -32,4 +38,4 @@ def make_family(config: EnvConfig, *, panel: int = 20, workers: int = 1) -> Envi
         raise ConfigError(f"env.name = {config.name!r}: no such environment; {there} are there") from None
     if "from_config" not in vars(module):
         raise ConfigError(f"env.name = {config.name!r}: the module has no from_config; see docs/extending.md")
-    return module.from_config(config, panel=panel, workers=workers)
+    return module

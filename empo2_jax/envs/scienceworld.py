@@ -3,7 +3,7 @@
 `family` is the entry: tasks, prompts and environments (`scienceworld_env`) that share a pool of Java processes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from empo2_jax.config import EnvConfig
 from empo2_jax.envs import scienceworld_text
@@ -11,6 +11,7 @@ from empo2_jax.envs.pool import Pool
 from empo2_jax.envs.scienceworld_demos import Demonstrator, GoldPaths, worked_example
 from empo2_jax.envs.scienceworld_env import NAME, Resolver, ScienceWorldEnvironment
 from empo2_jax.envs.scienceworld_jvm import DETERMINISTIC_FLAGS, LEAN_FLAGS, Jvm
+from empo2_jax.envs.scienceworld_package import PackageWorld
 from empo2_jax.envs.scienceworld_tasks import PAPER_TASKS, SPLITS, lookup
 from empo2_jax.errors import ConfigError
 from empo2_jax.types import Message, Task
@@ -174,6 +175,20 @@ def from_config(config: EnvConfig, *, panel: int, workers: int) -> ScienceWorldF
         resolution=config.resolution,
         examples=config.examples,
     )
+
+
+def package_scores(config: EnvConfig, problems: Sequence[tuple[Task, Sequence[str]]]) -> Iterator[list[float | None]]:
+    """Per problem the score after each action as the package's own client tells it, for `empo2 envs check --package`.
+
+    None where it asks which of several readings is meant: there ours may have chosen already.
+    """
+    world = PackageWorld()
+    try:
+        for task, actions in problems:
+            seen = world.play(task, config.simplification, actions)
+            yield [None if scienceworld_text.asks(reply) else score for reply, score in seen]
+    finally:
+        world.close()
 
 
 def _numbers(name: str, split: str, variations: Mapping[str, int | Sequence[int]]) -> list[int]:

@@ -26,6 +26,12 @@ class Family(ToyFamily):
     def solution(self, task): return {"short": ["sing"], "none": []}.get(self.kind, super().solution(task))
 
 def from_config(config, *, panel, workers): return Family(config.tasks[0])
+
+def about_data(config): return ["a house"]
+
+def package_scores(config, problems):
+    for _, actions in problems:
+        yield [None, *[50.0] * (len(actions) - 1)]
 """
 
 
@@ -61,10 +67,23 @@ def test_what_is_off_is_named_and_the_exit_code_is_1(broken: str, kind: str, pro
     assert not report.good and report.rows[0].problem == problem
 
 
+def test_a_score_that_is_not_the_packages_is_named_with_its_action(broken: str) -> None:
+    report = check(EnvConfig(name=broken, tasks=("whole",)), processes=1, package=True)
+    (row,) = report.rows
+    assert (row.score, row.problem) == (100.0, "other scores than the package's")
+    assert row.package.startswith("50, ours ")
+    assert report.notes[-1] == "a house"
+
+
+def test_a_world_without_a_package_is_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["envs", "check", "toy", "--package"]) == 2
+    assert "--package: toy has no client of its own" in capsys.readouterr().err
+
+
 @pytest.mark.slow
-def test_the_gold_paths_of_all_30_tasks_reach_100_and_agree_over_processes() -> None:
+def test_the_gold_paths_of_all_30_tasks_reach_100_with_the_packages_scores_and_agree_over_processes() -> None:
     names = tuple(task.name for task in TASKS)
     config = EnvConfig(name="scienceworld", tasks=names, simplification="easy", deterministic=True, train_variations=1)
-    report = check(config, processes=2)
+    report = check(config, processes=2, package=True)
     assert [row.task for row in report.rows] == [f"scienceworld/{name}/0" for name in names]
-    assert {(row.score, row.same) for row in report.rows} == {(100.0, "yes")}
+    assert {(row.score, row.same, row.package) for row in report.rows} == {(100.0, "yes", "equal")}

@@ -1,0 +1,41 @@
+"""ScienceWorld through its package's own client, used as its documentation shows: what ours is compared with.
+
+Slow on purpose: every step lists all valid actions. Nothing here is used in training.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from scienceworld import ScienceWorldEnv
+
+from empo2_jax.envs.scienceworld_jvm import java_path
+from empo2_jax.types import Task
+
+
+class PackageWorld:
+    """One simulator on the Java options that the package chooses, and on the Java that ours uses."""
+
+    def __init__(self) -> None:
+        """The package calls `java`: the runtime of ours comes first on the path."""
+        folder = str(Path(java_path()).parent)
+        if not os.environ["PATH"].startswith(folder):
+            os.environ["PATH"] = os.pathsep.join((folder, os.environ["PATH"]))
+        self._world = ScienceWorldEnv("")
+
+    def play(self, task: Task, simplification: str, actions: Sequence[str]) -> Iterator[tuple[str, float]]:
+        """Reply and score (points) after each action; the end of an episode is not minded."""
+        self._world.load(task.name, task.variation, simplification)
+        self._world.reset()
+        for action in actions:
+            reply, _, _, information = self._world.step(action)
+            yield reply, float(information["score"])
+
+    def close(self) -> None:
+        """End the Java process and wait for it, so that its CPU seconds are counted."""
+        process = self._world._gateway.java_process
+        self._world.close()
+        assert process is not None  # the package has started it
+        process.wait()
+        for pipe in filter(None, (process.stdin, process.stdout)):
+            pipe.close()
