@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 from empo2_jax.cache import cache_folder
 from empo2_jax.config import EnvConfig
-from empo2_jax.envs.actions import normalize
 from empo2_jax.envs.simple import SimpleFamily
+from empo2_jax.envs.text_game import NOTHING, GameEnvironment, Said
 from empo2_jax.errors import ConfigError, EnvError
-from empo2_jax.types import Observation, Task
+from empo2_jax.types import Task
 
 NAME = "textworld"
 MAX_SCORE = 100.0
@@ -41,74 +41,40 @@ _FIGURES = ("score", "max_score", "won", "lost", "policy_commands")
 _REFUSALS = ("That's not a verb", "You can't see any such thing", "I didn't understand", "I only understood you as far")
 
 
-class TextWorldEnvironment:
-    """One game at a time; `close` from another thread waits for the call that runs (milliseconds)."""
+class TextWorldGame:
+    """A generated game in its Z-machine; milliseconds per command."""
 
-    def __init__(self) -> None:
-        self.goal = ""
-        self._lock = threading.RLock()
-        self._game: Any = None
-        self._state: Any = None
-        self._last: Observation | None = None
+    def __init__(self, task: Task) -> None:
+        self._game = _start(game_file(task), (*_ASKED, *_FIGURES))
+        self._state = self._game.reset()
+        self.goal = " ".join(self._state["objective"].split())
 
-    def reset(self, task: Task, seed: int) -> Observation:
-        """Start the game of `task`; nothing is drawn, so `seed` does not matter. The text is the room and inventory."""
-        path = game_file(task)
-        with self._lock:
-            self.close()
-            self._game = _start(path, (*_ASKED, *_FIGURES))
-            self._state = self._game.reset()
-            self.goal = " ".join(self._state["objective"].split())
-            view = self._view()
-            self._last = Observation(view, 0.0, 0.0, False, False, view)
-            return self._last
+    def opening(self) -> str:
+        """Room and inventory."""
+        return self.view()
 
-    def step(self, action: str) -> Observation:
-        """Apply `action`; what the game refuses costs nothing."""
-        with self._lock:
-            return self._step(action)
+    def view(self) -> str:
+        """Room and inventory."""
+        return f"{' '.join(self._state['description'].split())}\n{' '.join(self._state['inventory'].split())}"
 
-    def _step(self, action: str) -> Observation:
-        last = self._last
-        if last is None:
-            raise EnvError(f"{NAME}: step before a reset")
-        # Control characters would hang the Z-machine, and it takes 197 bytes.
-        command = normalize(action).encode()[:197].decode(errors="ignore").strip()
-        if last.done or not command:
-            self._last = Observation(
-                "Nothing happens.", 0.0, last.score, last.done, last.success, last.state, "", "invalid"
-            )
-            return self._last
+    def commands(self) -> list[str]:
+        """What the game accepts now, sorted."""
+        return sorted(self._state["admissible_commands"])
+
+    def send(self, command: str) -> Said:
+        """Apply a command: control characters would hang the Z-machine, and it takes 197 bytes."""
+        command = command.encode()[:197].decode(errors="ignore").strip()
         exact = command in self._state["admissible_commands"]
         self._state, _, done = self._game.step(command)
-        text = " ".join(self._state["feedback"].partition("\n>")[0].split()) or "Nothing happens."
+        text = " ".join(self._state["feedback"].partition("\n>")[0].split()) or NOTHING
         score = MAX_SCORE * self._state["score"] / (self._state["max_score"] or 1)
         refused = not exact and text.startswith(_REFUSALS)
-        self._last = Observation(
-            text=text,
-            reward=score - last.score,
-            score=score,
-            done=bool(done),
-            success=bool(self._state["won"]),
-            state=self._view(),
-            resolved=command,
-            resolution="exact" if exact else "invalid" if refused else "engine",
-        )
-        return self._last
-
-    def admissible_actions(self) -> Sequence[str]:
-        """What the game accepts now."""
-        return sorted(self._state["admissible_commands"]) if self._last and not self._last.done else []
+        how = "exact" if exact else "invalid" if refused else "engine"
+        return Said(text, score, bool(done), bool(self._state["won"]), how)
 
     def close(self) -> None:
         """End the game."""
-        with self._lock:
-            if self._game is not None:
-                self._game.close()
-            self._game, self._last = None, None
-
-    def _view(self) -> str:
-        return f"{' '.join(self._state['description'].split())}\n{' '.join(self._state['inventory'].split())}"
+        self._game.close()
 
 
 class TextWorldFamily(SimpleFamily):
@@ -141,12 +107,12 @@ class TextWorldFamily(SimpleFamily):
         finally:
             game.close()
 
-    def make(self) -> TextWorldEnvironment:
+    def make(self) -> GameEnvironment:
         """An environment without a game."""
-        return TextWorldEnvironment()
+        return GameEnvironment(NAME, TextWorldGame)
 
 
-def _package() -> Any:
+def package() -> Any:
     """TextWorld itself, imported when first needed: it takes seconds and is an extra."""
     try:
         return importlib.import_module("textworld")
@@ -155,7 +121,7 @@ def _package() -> Any:
 
 
 def _start(path: Path, asked: Sequence[str]) -> Any:
-    textworld = _package()
+    textworld = package()
     with _LOCK, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Game .* is not fully supported")  # TextWorld keeps the score itself
         return textworld.start(str(path), textworld.EnvInfos(**dict.fromkeys(asked, True)))
@@ -170,7 +136,7 @@ def game_file(task: Task) -> Path:
 
 
 def _made(task: Task, place: Path) -> Path:
-    textworld, size, path = _package(), SIZES[task.name], place / f"{task.name}-{task.variation}.z8"
+    textworld, size, path = package(), SIZES[task.name], place / f"{task.name}-{task.variation}.z8"
     if path.is_file():
         return path
     place.mkdir(parents=True, exist_ok=True)
@@ -195,7 +161,7 @@ def family(*, tasks: Sequence[str] = (), train: int = 5, dev: int = 20, test: in
         ConfigError: an unknown size, or more games than a split has.
         EnvError: TextWorld is not installed.
     """
-    _package()
+    package()
     sizes, counts = tuple(tasks) or ("small",), {"train": train, "dev": dev, "test": test}
     for size in sizes:
         if size not in SIZES:
