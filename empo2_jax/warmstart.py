@@ -115,7 +115,7 @@ def ensure_start(config: Config, family: EnvironmentFamily, folder: Path) -> Pat
 def _take_shared(config: Config, family: EnvironmentFamily, folder: Path) -> None:
     """Copy the start that runs with these settings share, made by the first of them; the others wait for it."""
     gang = distributed.current()
-    sections = "evaluation.", "model.", "rollout."  # the last bits of its weights, and `before.json`, depend on these too
+    sections = "evaluation.", "model.", "rollout."  # of its last bits and of `before.json`
     others = {key: value for key, value in identity(config).items() if key.startswith(sections)}
     name = hashlib.sha256(json.dumps([_origin(config), others], sort_keys=True).encode()).hexdigest()[:16]
     shared = Path(config.warmstart.shared_dir) / name

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from io import BytesIO
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float32
@@ -55,7 +55,6 @@ ADAPTATION: Shape = {
     "rows": dict.fromkeys(("task",)),
 }
 LARGEST_STORE = 512_000_000  # bytes of states that are read to draw them
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
