@@ -64,13 +64,14 @@ def test_phases_of_the_engine_are_told() -> None:
         assert any("new weights" in line for line in text) == ("staleness" in key)
 
 
-def test_giving_memory_back_is_a_hint_where_it_helps() -> None:
-    config = load_config(SEVEN, ["model.mesh=[1,1,1]", "model.path='Qwen/Qwen2.5-1.5B-Instruct'"])
-    plan = make_plan(config, "a100-40", 1)
-    text = lines(plan, config)
+@pytest.mark.parametrize(("tokens", "helps"), [(98_304, True), (131_072, False)])
+def test_giving_memory_back_is_a_hint_where_it_helps(tokens: int, helps: bool) -> None:
+    small = ["model.mesh=[1,1,1]", "model.path='Qwen/Qwen2.5-1.5B-Instruct'", f"update.micro_batch_tokens={tokens}"]
+    config = load_config(SEVEN, small)
     released = config.model_copy(update={"rollout": config.rollout.model_copy(update={"release_memory": True})})
-    assert not plan.fits
-    assert ("  or: rollout.release_memory = true" in text) == make_plan(released, "a100-40", 1).fits
+    plan = make_plan(config, "a100-80", 1)
+    assert (plan.fits, make_plan(released, "a100-80", 1).fits) == (False, helps)
+    assert ("  or: rollout.release_memory = true" in lines(plan, config)) == helps
 
 
 def test_a_plan_for_servers_says_what_lies_elsewhere() -> None:
