@@ -27,8 +27,7 @@ def line_chart(title: str, series: Mapping[str, Points], x_label: str = "iterati
     Returns:
         Markup, every text escaped; "" when there is no finite point.
     """
-    finite = {label: [p for p in points if all(map(math.isfinite, p))] for label, points in series.items()}
-    finite = {label: points for label, points in finite.items() if points}
+    finite = _finite(series)
     if not finite:
         return ""
     around = {
@@ -106,8 +105,7 @@ def scatter_chart(title: str, groups: Mapping[str, Sequence[tuple[float, float, 
     Returns:
         Markup, every text escaped; "" when there is no finite point.
     """
-    finite = {label: [p for p in points if all(map(math.isfinite, p))] for label, points in groups.items()}
-    finite = {label: points for label, points in finite.items() if points}
+    finite = _finite(groups)
     if not finite:
         return ""
     every = [point for points in finite.values() for point in points]
@@ -142,6 +140,12 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 def number_text(value: float) -> str:
     """A number in at most four significant digits."""
     return f"{value:,.0f}" if abs(value) >= 10_000 and float(value).is_integer() else f"{value:.4g}"
+
+
+def _finite(groups: Mapping[str, Sequence[tuple[float, ...]]]) -> dict[str, list[tuple[float, ...]]]:
+    """The points without NaN or infinity, of the labels that have any."""
+    finite = {label: [p for p in points if all(map(math.isfinite, p))] for label, points in groups.items()}
+    return {label: points for label, points in finite.items() if points}
 
 
 def _legend_height(labels: int) -> int:

@@ -4,10 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fixtures.sglang_fake import (
-    FakeServer,
-    fake_engine,
-)
+from tests.fixtures.sglang_fake import FakeServer, fake_engine
 
 
 @pytest.fixture

@@ -24,14 +24,6 @@ def servers():
         server.close()
 
 
-@pytest.fixture
-def engine(servers, tmp_path: Path):
-    engine = fake_engine(servers, tmp_path)
-    engine.load(7, 1)
-    yield engine
-    engine.close()
-
-
 def until(condition, seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
