@@ -33,9 +33,10 @@ _WHOLE = Split()
 
 
 class _Chunk(NamedTuple):
-    logits: Float32[Array, "n V"]  # relative to the largest of the row
+    logits: Float32[Array, "n V"]  # as they come out of the product: relative ones would be a second such array
+    largest: Float32[Array, " n"]
     own: Int32[Array, " n"]  # target as a row of this device's head, out of range on the others
-    log_total: Float32[Array, " n"]
+    log_total: Float32[Array, " n"]  # of the logits relative to the largest
     logprobs: Float32[Array, " n"]
     entropy: Float32[Array, " n"]
 
@@ -133,23 +134,25 @@ def _score(
 ) -> _Chunk:
     logits = jnp.einsum("nd,vd->nv", states, head.astype(states.dtype), preferred_element_type=jnp.float32)
     logits = logits / temperature
-    logits = logits - jax.lax.pmax(logits.max(axis=1), axes)[:, None]
-    weights, own = jnp.exp(logits), ids - jax.lax.axis_index(axes) * head.shape[0]
+    largest = jax.lax.pmax(logits.max(axis=1), axes)
+    relative = logits - largest[:, None]
+    weights, own = jnp.exp(relative), ids - jax.lax.axis_index(axes) * head.shape[0]
     here = (own >= 0) & (own < head.shape[0])
-    chosen = jnp.take_along_axis(logits, jnp.where(here, own, 0)[:, None], axis=1)[:, 0]
-    sums = weights.sum(axis=1), (weights * logits).sum(axis=1), jnp.where(here, chosen, 0.0)
+    chosen = jnp.take_along_axis(logits, jnp.where(here, own, 0)[:, None], axis=1)[:, 0] - largest
+    sums = weights.sum(axis=1), (weights * relative).sum(axis=1), jnp.where(here, chosen, 0.0)
     total, energy, chosen = jax.lax.psum(sums, axes)
     log_total = jnp.log(total)
-    return _Chunk(logits, own, log_total, chosen - log_total, log_total - energy / total)
+    return _Chunk(logits, largest, own, log_total, chosen - log_total, log_total - energy / total)
 
 
 def _logit_gradient(
     scored: _Chunk, of_logprob: Float32[Array, " n"], of_entropy: Float32[Array, " n"]
 ) -> Float32[Array, "n V"]:
     """∂ log p_a / ∂ z_v = [v = a] − p_v and ∂ H / ∂ z_v = −p_v (log p_v + H), weighted and summed."""
-    probability = jnp.exp(scored.logits - scored.log_total[:, None])
+    relative = scored.logits - scored.largest[:, None]
+    probability = jnp.exp(relative - scored.log_total[:, None])
     offset = of_logprob + of_entropy * (scored.entropy - scored.log_total)
-    common = -probability * (offset[:, None] + of_entropy[:, None] * scored.logits)
+    common = -probability * (offset[:, None] + of_entropy[:, None] * relative)
     chosen = jnp.arange(common.shape[1], dtype=jnp.int32)[None] == scored.own[:, None]
     return common + jnp.where(chosen, of_logprob[:, None], 0.0)
 
