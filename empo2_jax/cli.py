@@ -1,6 +1,6 @@
 """`empo2 …`: the command line. Parses, calls one function, prints. Each command imports what it needs when it runs.
 
-A mistake of the user is one line on standard error and exit code 2; Ctrl-C is one line and exit code 130.
+A mistake of the user is one line on standard error and exit code 2; Ctrl-C and SIGTERM are one line and 130 or 143.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from empo2_jax.config_file import dump_toml, load_config
 from empo2_jax.config_options import config_of, config_options
 from empo2_jax.errors import ConfigError, Empo2Error, GangError
 from empo2_jax.hardware import HARDWARE
-from empo2_jax.interrupts import Stopped, uninterrupted
+from empo2_jax.interrupts import Stopped, stopped_by_sigterm, uninterrupted
 from empo2_jax.rollout import serve_options
 
 RESUME_HELP = (
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if rest:
             raise ConfigError(_unknown_option(rest[0], known.options))
         known.arguments = arguments
-        with _no_interrupt_lost():
+        with _no_interrupt_lost(), stopped_by_sigterm("stopped"):
             return known.call(known)
     except Empo2Error as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -63,19 +63,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error.filename or ''}: {error.strerror or error}", file=sys.stderr)
         return 2
     except (Stopped, KeyboardInterrupt) as end:
-        stopped = isinstance(end, Stopped)
-        print(f"{end if stopped else 'interrupted'}; resume with: empo2 {shlex.join(arguments)}", file=sys.stderr)
-        return 143 if stopped else 130  # 128 + the signal: a scheduler starts the run again
+        print(f"{str(end) or 'interrupted'}; resume with: empo2 {shlex.join(arguments)}", file=sys.stderr)
+        return 143 if isinstance(end, Stopped) else 130  # 128 + the signal: a scheduler starts the run again
 
 
 @contextmanager
 def _no_interrupt_lost() -> Generator[None, None, None]:
-    """Send Ctrl-C again when it struck in a callback of the garbage collector, where Python drops the exception."""
-    before = sys.unraisablehook
+    """Send a signal again when it struck in a callback of the garbage collector, where Python drops the exception."""
+    before, numbers = sys.unraisablehook, {KeyboardInterrupt: signal.SIGINT, Stopped: signal.SIGTERM}
 
     def hook(dropped: Any) -> None:
-        if dropped.exc_type is KeyboardInterrupt:
-            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+        if dropped.exc_type in numbers:
+            threading.Timer(0.05, os.kill, (os.getpid(), numbers[dropped.exc_type])).start()
         else:
             before(dropped)
 

@@ -67,6 +67,19 @@ class RunProgress:
         return elapsed / fresh * (self._total - self._done) if fresh > 0 else 0.0
 
 
+class Seldom:
+    """Tells of a long phase: at most one plain line every `every_s` seconds, the first after that time."""
+
+    def __init__(self, every_s: float = 60.0) -> None:
+        self._every, self._last = every_s, time.monotonic()
+
+    def note(self, text: str) -> None:
+        """Print `text`, or nothing where it is too early."""
+        if time.monotonic() - self._last >= self._every:
+            self._last = time.monotonic()
+            note(text)
+
+
 def note(text: str, console: Console | None = None) -> None:
     """One plain line on the terminal, for example what a long phase is doing."""
     (console or Console(stderr=True)).print(text, markup=False, highlight=False, soft_wrap=True)

@@ -55,6 +55,7 @@ def run(config: Config, resume: str = "auto", command: Sequence[str] = ()) -> Pa
     Raises:
         Empo2Error: whatever the user or the world did wrong, in one line.
         Stopped: by SIGTERM; what was complete is in a checkpoint.
+        KeyboardInterrupt: the same by Ctrl-C, or, pressed twice, at once.
     """
     gang, folder = distributed.current(), config.run_dir
     with ExitStack() as stack:
@@ -68,7 +69,8 @@ def run(config: Config, resume: str = "auto", command: Sequence[str] = ()) -> Pa
             trainer.loop()
         except Stopped:
             trainer.save_complete()
-            raise Stopped(f"{folder}: stopped; checkpoints {trainer.store.steps()}") from None
+            end = KeyboardInterrupt if trainer.watch.interrupted else Stopped
+            raise end(f"{folder}: stopped; checkpoints {trainer.store.steps()}") from None
         gang.first(lambda: str(write_report(folder)), "report")
     return folder
 

@@ -1,6 +1,7 @@
-"""A thread beside the training loop: passes SIGTERM on to all processes, and ends a process that makes no progress.
+"""A thread beside the training loop: passes a stop on to all processes, and ends a process that makes no progress.
 
-SIGTERM sets a flag; the loop looks at it where it can stop, so that the processes agree on where that is. A process
+SIGTERM or Ctrl-C sets a flag; the loop looks at it where it can stop, so that the processes agree on where that is and
+what is complete can be saved. A second Ctrl-C raises at once. A process
 that shows no sign of life for `limit_s` seconds (a dead peer in a collective, a hanging simulator) prints the stacks of
 its threads and exits with `EXIT_STUCK`: its launcher restarts the gang, and JAX alone would wait for ever.
 """
@@ -12,16 +13,18 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 from empo2_jax.distributed import Gang
 from empo2_jax.errors import EngineError
 from empo2_jax.interrupts import Stopped
+from empo2_jax.progress import note
 from empo2_jax.rollout.base import Completion, Engine, Measured, Request
 
 EXIT_STUCK = 124
 POLL_S = 0.5
+STOPPING = "stopping: an update is finished, a rollout is not, then a checkpoint is written; Ctrl-C again ends at once"
 
 
 class Watch:
@@ -33,13 +36,16 @@ class Watch:
         self._asked, self._done = threading.Event(), threading.Event()
         self._last, self._doing = time.monotonic(), "start"
         self._thread = threading.Thread(target=self._poll, name="watch", daemon=True)
-        self._before: Any = None
+        self._before: dict[signal.Signals, Any] = {}
+        self.interrupted = False  # by Ctrl-C
 
     def __enter__(self) -> "Watch":
-        """Begin to watch; SIGTERM is answered from now on where nothing else answers it."""
-        in_main = threading.current_thread() is threading.main_thread()
-        if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            self._before = signal.signal(signal.SIGTERM, lambda number, frame: self._asked.set())
+        """Begin to watch; the signals are answered from now on, in the main thread, unless they are ignored."""
+        if threading.current_thread() is threading.main_thread():
+            answers = {signal.SIGTERM: lambda number, frame: self.ask(), signal.SIGINT: self._interrupt}
+            for number, answer in answers.items():
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                    self._before[number] = signal.signal(number, answer)
         self._gang.limit_s = self._limit or self._gang.limit_s
         self._last = time.monotonic()
         self._gang.waiting = lambda: self.beat(self._doing)
@@ -52,8 +58,8 @@ class Watch:
         """Stop watching."""
         self._done.set()
         self._thread.join()
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
+        for number, answer in self._before.items():
+            signal.signal(number, answer)
 
     @property
     def asked(self) -> bool:
@@ -74,11 +80,19 @@ class Watch:
         if self.asked:
             raise Stopped("asked to stop")
 
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self.interrupted:
+            signal.default_int_handler(number, frame)
+        self.interrupted = True
+        self.ask()
+
     def _poll(self) -> None:
         told = False
         while not self._done.wait(POLL_S):
             if self._asked.is_set():
                 if not told:
+                    if self.interrupted:
+                        note(STOPPING)
                     self._gang.tell_stop()
                     told = True
             elif self._gang.told_stop():

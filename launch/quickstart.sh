@@ -33,5 +33,5 @@ run() {
   $dry_run || "$@"
 }
 run bash launch/setup.sh cpu --extras envs
-run .venv/bin/empo2 train "$config" --run.dir "$run_dir" ${overrides[@]+"${overrides[@]}"}
-echo "quickstart: the report is $run_dir/report.html"
+# `exec`: SIGTERM and Ctrl-C go to the run itself, which saves and says how to go on.
+run exec .venv/bin/empo2 train "$config" --run.dir "$run_dir" ${overrides[@]+"${overrides[@]}"}

@@ -129,7 +129,10 @@ def test_report_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFi
     assert Path(capsys.readouterr().out.strip()).is_file()
 
 
-def test_interrupt_is_one_line_and_exit_code_130() -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "said"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "stopped")]
+)
+def test_a_signal_is_one_line_and_its_exit_code(number: signal.Signals, code: int, said: str) -> None:
     script = (
         "import sys, time; from empo2_jax import cli, cli_studies\n"
         "def wait(options): print('started', flush=True); time.sleep(60); return 0\n"
@@ -145,10 +148,10 @@ def test_interrupt_is_one_line_and_exit_code_130() -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "started\n"
         time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, errors = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert errors == "interrupted; resume with: empo2 report 'some run'\n"
+    assert process.returncode == code
+    assert errors == f"{said}; resume with: empo2 report 'some run'\n"
 
 
 def test_tips_of_a_run_are_listed_best_first(tmp_path: Path) -> None:

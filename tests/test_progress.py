@@ -1,10 +1,13 @@
 """Progress: plain lines without a terminal, a live line on one."""
 
 import io
+from types import SimpleNamespace
 
+import pytest
 from rich.console import Console
 
-from empo2_jax.progress import RunProgress, clock, summary
+from empo2_jax import progress
+from empo2_jax.progress import RunProgress, Seldom, clock, summary
 
 
 def test_one_plain_line_per_iteration_without_a_terminal() -> None:
@@ -28,3 +31,15 @@ def test_live_line_on_a_terminal() -> None:
 def test_summary_and_clock() -> None:
     assert summary({}) == ""
     assert clock(3725.4) == "1:02:05"
+
+
+def test_a_long_phase_tells_of_itself_once_a_minute(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    seldom = Seldom(60.0)
+    for second in (1, 59, 60, 61, 119, 125, 184, 185):
+        now[0] = float(second)
+        seldom.note(f"at {second}")
+    assert capsys.readouterr().err == "at 60\nat 125\nat 185\n"

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from empo2_jax.distributed import Gang
-from empo2_jax.interrupts import Stopped
-from empo2_jax.watch import EXIT_STUCK, POLL_S, Watch
+from empo2_jax.interrupts import Stopped, uninterrupted
+from empo2_jax.watch import EXIT_STUCK, POLL_S, STOPPING, Watch
 
 
 class Peers(Gang):
@@ -45,6 +45,24 @@ def test_sigterm_stops_at_the_next_check_and_is_told_once() -> None:
         time.sleep(3 * POLL_S)
     assert peers.told == 1
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_first_ctrl_c_asks_and_the_second_raises_once_a_save_is_over(capsys: pytest.CaptureFixture[str]) -> None:
+    before, done = signal.getsignal(signal.SIGINT), []
+    with pytest.raises(KeyboardInterrupt), Watch(Gang(), 0.0) as watch:
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_for(watch)
+        with pytest.raises(Stopped):
+            watch.check("rollout")
+        time.sleep(2 * POLL_S)
+        with uninterrupted():
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+            done.append("saved")
+        done.append("never")
+    assert done == ["saved"]
+    assert capsys.readouterr().err == f"{STOPPING}\n"
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_what_another_process_was_asked_is_heard() -> None:

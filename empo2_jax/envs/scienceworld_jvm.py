@@ -229,6 +229,7 @@ def _launch(flags: tuple[str, ...], directory: str) -> subprocess.Popen:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the trainer; without one the gateway ends with its standard input
         )
     except OSError as error:
         raise EnvError(f"cannot run Java at {command[0]}: {error}") from error

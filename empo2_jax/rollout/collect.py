@@ -8,7 +8,7 @@ learning signal.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -20,6 +20,7 @@ from empo2_jax.config import MemoryConfig, RolloutConfig
 from empo2_jax.envs.base import Environment, EnvironmentFamily
 from empo2_jax.errors import EngineError, EnvError
 from empo2_jax.memory.tips import buffer_key
+from empo2_jax.progress import Seldom
 from empo2_jax.prompts import tips_block
 from empo2_jax.randomness import words
 from empo2_jax.rollout.base import Completion, Engine, Request, Sampling
@@ -133,10 +134,15 @@ class Collector:
             writer: Writes a tip after each valid episode while its cache is warm.
         """
         done: dict[str, Episode] = {}
-        waiting = list(assignments)
+        waiting, seldom = list(assignments), Seldom()
+
+        def tell(ended: int, step: int) -> None:
+            seldom.note(f"acting: {len(done) + ended} of {len(assignments)} episodes have ended; step {step}")
+
         for _ in range(self._rollout.retries + 1):
             for start in range(0, len(waiting), self._rollout.slots):
-                for episode in self._wave(waiting[start : start + self._rollout.slots], temperature, memory, writer):
+                wave = waiting[start : start + self._rollout.slots]
+                for episode in self._wave(wave, temperature, memory, writer, tell):
                     done[episode.id] = episode
             waiting = [item for item in assignments if not done[item.id].stop_reason.valid]
             if not waiting:
@@ -149,8 +155,9 @@ class Collector:
         temperature: float,
         memory: TipSource | None,
         writer: TipWriter | None,
+        tell: Callable[[int, int], None],
     ) -> list[Episode]:
-        lives = [Live(assignment) for assignment in assignments]
+        lives, step = [Live(assignment) for assignment in assignments], 0
         try:
             list(self._threads.map(self._start, lives))
             while active := [live for live in lives if live.stop is None]:
@@ -160,6 +167,8 @@ class Collector:
                 for live in active:
                     self._render(live)
                 self._act([live for live in active if live.stop is None], temperature)
+                step += 1
+                tell(sum(live.stop is not None for live in lives), step)
             if writer is not None:
                 began = time.perf_counter()
                 writer.write(self._engine, [live for live in lives if live.stop and live.stop.valid and live.steps])

@@ -45,12 +45,14 @@ def test_killed_in_rollout_and_between_metrics_and_checkpoint(reference: Path, t
     assert_same(run_dir, reference)
 
 
-def test_interrupted_run_says_how_to_resume_and_resumes(reference: Path, tmp_path: Path) -> None:
+def test_interrupted_run_saves_what_is_complete_says_how_to_resume_and_resumes(reference: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    code, errors = stop_when(start(*train_arguments(run_dir)), (run_dir / "checkpoints/1").is_dir, signal.SIGINT)
+    arguments = train_arguments(run_dir, "--checkpoint.every", "9")
+    code, errors = stop_when(start(*arguments), lambda: line_count(run_dir / "metrics.jsonl") == 1, signal.SIGINT)
     assert code == 130
     assert "Traceback" not in errors
-    assert errors.splitlines()[-1] == f"interrupted; resume with: empo2 {' '.join(train_arguments(run_dir))}"
+    end = f"{run_dir}: stopped; checkpoints [0, 1]; resume with: empo2 {' '.join(arguments)}"
+    assert errors.splitlines()[-1] == end
     finish(run_dir)
     assert_same(run_dir, reference)
 
@@ -96,7 +98,7 @@ def test_ctrl_c_during_a_save_waits_for_it(reference: Path, tmp_path: Path) -> N
 
     code, errors = stop_when(start(*train_arguments(run_dir)), saving, signal.SIGINT)
     assert code == 130
-    assert errors.splitlines()[-1].startswith("interrupted; ")
+    assert errors.splitlines()[-1].startswith(f"{run_dir}: stopped; checkpoints [0, 1]; ")
     assert "Traceback" not in errors
     assert not saving() and (run_dir / "checkpoints/1").is_dir()
 

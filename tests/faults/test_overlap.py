@@ -92,12 +92,9 @@ def test_a_stop_ends_both_threads_in_one_line_and_the_run_goes_on(
     assert "Traceback" not in errors
     assert "resume with: empo2" in errors.splitlines()[-1]
     saved = max(CheckpointStore(run_dir, keep=9).steps())
-    assert (saved > 0) == (number == signal.SIGTERM)  # where there is time for it, what was complete is saved
+    assert saved > 0  # what was complete
     done = empo2(*arguments(run_dir, *rarely))
     assert done.returncode == 0, done.stderr[-3000:]
-    if number == signal.SIGINT:
-        assert_same(run_dir, reference)
-        return
     # The rollout that was cut off is collected again, under the weights that there are now.
     assert [record["iteration"] for record in read_metrics(run_dir)] == list(range(1, LAST + 1))
     for index in range(LAST):
