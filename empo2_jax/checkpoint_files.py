@@ -7,6 +7,7 @@ this version does not know is refused, never skipped and never read half. What i
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,16 @@ def require_space(path: Path, size: int) -> None:
             raise OSError(f"needs {size / 2**20:.1f} MiB: {error.strerror}") from error
         finally:
             path.unlink()
+
+
+def check_writable(folder: Path) -> None:
+    """Raise `CheckpointError` if a folder cannot be made, or not written where it is there. Nothing is left behind."""
+    place = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    try:
+        with tempfile.TemporaryDirectory(prefix=".", dir=place):
+            pass
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from None
 
 
 def sync_tree(folder: Path) -> None:

@@ -22,7 +22,7 @@ from rich.table import Table
 from empo2_jax import cli_envs, cli_studies, shop
 from empo2_jax.cache import cache_folder
 from empo2_jax.config_file import dump_toml, load_config
-from empo2_jax.config_options import config_of, config_options
+from empo2_jax.config_options import at_least, config_of, config_options
 from empo2_jax.errors import ConfigError, Empo2Error, GangError
 from empo2_jax.hardware import HARDWARE
 from empo2_jax.interrupts import Stopped, stopped_by_sigterm, uninterrupted
@@ -258,8 +258,7 @@ def _warmstart(options: argparse.Namespace) -> int:
 
 
 def _evaluate(options: argparse.Namespace) -> int:
-    if options.repeats is not None and options.repeats < 1:
-        raise ConfigError(f"--repeats {options.repeats}: at least 1 is allowed")
+    at_least("--repeats", options.repeats, 1)
     with uninterrupted():
         from empo2_jax.panel_text import print_panel
         from empo2_jax.trained import evaluate_run
@@ -269,8 +268,7 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 
 def _adapt(options: argparse.Namespace) -> int:
-    if options.trials < 1:
-        raise ConfigError(f"--trials {options.trials}: at least 1 is allowed")
+    at_least("--trials", options.trials, 1)
     with uninterrupted():
         from empo2_jax.panel_text import print_adaptation
         from empo2_jax.trained import adapt_run
@@ -294,8 +292,7 @@ def _serve(options: argparse.Namespace) -> int:
 def _memory_inspect(options: argparse.Namespace) -> int:
     from empo2_jax.trained import tips_of_run
 
-    if options.limit < 0:
-        raise ConfigError(f"--limit {options.limit}: at least 0 is allowed")
+    at_least("--limit", options.limit, 0)
     tips = tips_of_run(options.run, options.buffer, options.step)
     print(f"{len(tips)} tips in {len({tip['buffer'] for tip in tips})} buffers")
     for tip in tips[: options.limit]:
@@ -376,6 +373,7 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _debug(options: argparse.Namespace) -> int:
+    at_least("--iteration", options.iteration, 1)
     with uninterrupted():
         from empo2_jax.debugging import check
     return 0 if check(options.run, options.iteration, print) else 1

@@ -12,6 +12,7 @@ from rich.table import Table
 from empo2_jax import shop
 from empo2_jax.config import Config, EnvConfig, parse_config
 from empo2_jax.config_file import load_config
+from empo2_jax.config_options import at_least
 from empo2_jax.errors import ConfigError
 
 
@@ -98,8 +99,7 @@ def _check(options: argparse.Namespace) -> int:
     from empo2_jax.envs.check import check
     from empo2_jax.progress import note
 
-    if options.processes < 1:
-        raise ConfigError(f"--processes {options.processes}: at least 1 is allowed")
+    at_least("--processes", options.processes, 1)
     tasks = [name.strip() for name in options.tasks.split(",") if name.strip()]
     config = _env_config(options, options.name, tasks)
     note(f"replaying known solutions of {options.name} in {options.processes} processes")

@@ -29,7 +29,10 @@ def add_commands(commands: Any, command: Callable[..., argparse.ArgumentParser])
 
 
 def _report(options: argparse.Namespace) -> int:
-    if len(options.runs) == 1 and options.runs[0].suffix == ".json":
+    is_results = len(options.runs) == 1 and options.runs[0].suffix == ".json"
+    if wrong := [path for path in options.runs if not is_results and not path.is_dir()]:
+        raise ConfigError(f"{wrong[0]}: not a run directory; those, or one results.json of a study, are allowed")
+    if is_results:
         from empo2_jax.study.page import write_page
         from empo2_jax.study.results import read_results
 
@@ -52,8 +55,8 @@ def _study(options: argparse.Namespace) -> int:
     from empo2_jax.study.runner import plan_lines, run_studies
 
     arms = tuple(filter(None, options.arms.split(",")))
-    if options.dry_run:
-        print("\n".join(plan_lines(options.studies, options.out, options.seeds, arms)))
-        return 0
     choice = {"seeds": options.seeds, "jobs": options.jobs, "arms": arms, "check": options.check}
+    if options.dry_run:
+        print("\n".join(plan_lines(options.studies, options.out, **choice)))
+        return 0
     return 0 if run_studies(options.studies, options.out, **choice, command=["empo2", *options.arguments]) else 1

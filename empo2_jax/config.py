@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from empo2_jax.config_base import NonNegative, Positive, Probability, Section
+from empo2_jax.config_env import EnvConfig
 from empo2_jax.config_offline import ReflexionConfig, RetrospexConfig, WarmstartConfig
 from empo2_jax.errors import ConfigError, wrong_value
 
@@ -31,7 +32,7 @@ class RunConfig(Section):
     trackers: tuple[Literal["wandb", "mlflow"], ...] = Field(
         (), strict=False, description="also told of the metrics; where and how, their own environment variables say"
     )
-    mirror: str = Field("", description="storage URL (s3://…, gs://…) where checkpoints and all else are copied to")
+    mirror: str = Field("", description="URL (s3://…, gs://…, file://…) where checkpoints and all else are copied to")
     watchdog_s: float = Field(
         1800.0,
         ge=0,
@@ -71,25 +72,6 @@ class ModelConfig(Section):
                 "would never move; float32 is allowed (model.compute_dtype may be bfloat16)"
             )
         return value
-
-
-class EnvConfig(Section):
-    """The text world."""
-
-    name: str = Field("toy", description="module of empo2_jax/envs or a dotted path to one outside")
-    tasks: tuple[str, ...] = Field((), strict=False, description="task names or ids; empty = the environment's default")
-    train_variations: Positive = Field(5, description="first variations of the train split that are trained on")
-    step_limit: Positive = Field(30, description="actions per episode, exactly")
-    simplification: str = Field("", description="ScienceWorld simplifications, for example `easy`")
-    deterministic: bool = Field(False, description="ScienceWorld: same actions, same transcript, over processes")
-    resolution: Literal["ours", "released-code"] = Field("ours", description="rule that maps text to an action")
-    examples: int = Field(0, ge=0, description="ScienceWorld: worked examples of the same task in the first turn")
-    workers: Positive = Field(2, description="environments stepped at the same time (threads)")
-    step_timeout_s: float = Field(60.0, gt=0, description="seconds after which a call of the simulator has failed")
-    data: str = Field("", description="WebShop: data folder or product file; empty = a synthetic catalogue")
-    products: Positive = Field(400, description="WebShop: products of the synthetic catalogue")
-    nouns: Literal["rules", "spacy"] = Field("rules", description="WebShop: how nouns of titles are found")
-    invalid_penalty: NonNegative = Field(0.0, description="WebShop: points off the reward for a refused action")
 
 
 class RolloutConfig(Section):
@@ -325,6 +307,10 @@ class Config(Section):
             raise ValueError(
                 f'memory.placement = "latest": update.micro_batch_tokens = {tokens} has no room for branches beside a '
                 f"row of the largest bucket; at least {2 * shards * row} is allowed"
+            )
+        if self.run.mirror and "://" not in self.run.mirror:
+            raise ValueError(
+                f"run.mirror = {self.run.mirror!r}: a URL with its scheme is allowed: s3://…, gs://…, file://…"
             )
         urls = (*self.rollout.servers, self.rollout.router, self.run.mirror)
         if any("@" in url.partition("://")[2].partition("/")[0] for url in urls):

@@ -1,4 +1,4 @@
-"""What all sections of the configuration are made of; the sections are in `config.py` and `config_offline.py`."""
+"""What all sections of the configuration are made of; the sections are in `config.py` and the other `config_*.py`."""
 
 from typing import Annotated
 

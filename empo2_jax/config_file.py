@@ -53,6 +53,9 @@ def dump_toml(config: Config) -> str:
 
 
 def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    if path.is_dir():
+        example = "".join(f", for example {file}" for file in sorted(path.glob("*.toml"))[:1])
+        raise ConfigError(f"{path}: a folder, not a configuration; a TOML file is allowed{example}")
     if not path.is_file():
         raise ConfigError(f"{path}: no such configuration file")
     if path.resolve() in seen:

@@ -1,4 +1,7 @@
-"""Every key of the configuration as a command-line option `--section.key VALUE`, and the configuration they give."""
+"""Every key of the configuration as a command-line option `--section.key VALUE`, and the configuration they give.
+
+Commands check the numbers of their other options with `at_least`.
+"""
 
 import argparse
 import json
@@ -9,6 +12,7 @@ from pydantic.fields import FieldInfo
 
 from empo2_jax.config import Config
 from empo2_jax.config_file import load_config
+from empo2_jax.errors import ConfigError
 
 
 def config_options(parser: argparse.ArgumentParser, count: str | None = None) -> None:
@@ -61,3 +65,9 @@ def _toml_text(text: str, field: FieldInfo) -> str:
     if kind in ("LIST", "INT", "FLOAT", "true|false"):
         return text
     return json.dumps(text, ensure_ascii=False)
+
+
+def at_least(option: str, value: int | None, least: int) -> None:
+    """Raise `ConfigError` if an option was given (not None) and its number is too small."""
+    if value is not None and value < least:
+        raise ConfigError(f"{option} {value}: at least {least} is allowed")

@@ -1,7 +1,8 @@
 """What a run would do, in a few lines, without running it. Memory and time are `planning`'s.
 
-What the run would refuse is refused here, by the same functions: the policy's files, the mesh, the engine's room, the
-list of servers, the tasks. Nothing is downloaded and no weight is read; a model of the hub is known by its name alone.
+What the run would refuse is refused here, by the same functions: a run directory that cannot be written, the policy's
+files, the mesh, the engine's room, the list of servers, the tasks. Nothing is downloaded and no weight is read; a model
+of the hub is known by its name alone.
 """
 
 import math
@@ -10,6 +11,7 @@ from pathlib import Path
 import jax
 
 from empo2_jax import assembly, assets
+from empo2_jax.checkpoint_files import check_writable
 from empo2_jax.config import Config
 from empo2_jax.envs.problems import panel_tasks, shortfall
 from empo2_jax.errors import ConfigError
@@ -20,6 +22,7 @@ from empo2_jax.models.sharding import check_divides, make_mesh
 from empo2_jax.models.tokenizer import Tokenizer
 from empo2_jax.ops.attention_kernels import platform_of, resolve
 from empo2_jax.remote_engine import server_urls
+from empo2_jax.snapshots import check_url
 
 
 def refuse(config: Config, processes: int = 1) -> None:
@@ -37,6 +40,9 @@ def refuse(config: Config, processes: int = 1) -> None:
             f"model.mesh = {list(mesh)} has {math.prod(mesh)} devices; {processes} processes of "
             f"{jax.local_device_count()} devices have {count}, and all must take part"
         )
+    check_writable(config.run_dir)
+    if config.run.mirror:
+        check_url(config.run.mirror)
     if config.rollout.engine == "sglang":
         server_urls(config.rollout.servers)
     if (shape := _shape(config)) is None:

@@ -260,8 +260,17 @@ def read_jsonl(path: Path) -> list[Record]:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """Iterations of a `metrics.jsonl`, or of the run directory that holds it; each has the key `iteration`."""
+    """Iterations of a `metrics.jsonl`, or of the run directory that holds it; each has the key `iteration`.
+
+    Raises:
+        DataError: a folder is no run directory, or of a run that is too young; or see `read_jsonl`.
+    """
     file = path / METRICS_FILE if path.is_dir() else path
+    if file != path and not file.exists():
+        raise DataError(
+            f"{path}: no {METRICS_FILE}: not a run directory, or that of a run before its first iteration; "
+            "try again once that has begun"
+        )
     records = read_jsonl(file)
     for number, record in enumerate(records, start=1):
         if not isinstance(record.get("iteration"), int):

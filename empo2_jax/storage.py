@@ -1,9 +1,8 @@
 """A run directory elsewhere: snapshots on any fsspec storage (s3://, gs://, file://), taken after every checkpoint.
 
-The run itself stays on the local disk, where renames are atomic. A snapshot is the whole directory: every file is an
-object named by its SHA-256, and `snapshots/<n>.json`, written last, names them all. So a snapshot is there in full or
-not at all, and what did not change is neither read nor sent again. A run that starts in an empty directory takes the
-newest one over, every file checked; a directory that was taken over by another may not go on with it.
+The run itself stays on the local disk, where renames are atomic. A snapshot is the whole directory, there in full or
+not at all (`snapshots.py`). A run that starts in an empty directory takes the newest one over, every file checked; a
+directory that was taken over by another may not go on with it.
 
 Sending is a process of its own, since storage clients hang, raise anything and dislike other threads: a storage that is
 down costs a warning and is tried again. Keys and addresses are the environment's (AWS_*, GOOGLE_*, FSSPEC_*).
@@ -11,7 +10,6 @@ down costs a warning and is tried again. Keys and addresses are the environment'
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import logging
 import os
@@ -21,26 +19,24 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Generator, Iterable, Iterator, Mapping, Set
-from pathlib import Path, PurePosixPath
+from collections.abc import Generator, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-import fsspec
-
-from empo2_jax.checkpoint_files import canonical, read_json, sync_tree
-from empo2_jax.errors import CheckpointError, ConfigError, Empo2Error
+from empo2_jax.checkpoint_files import check_writable, read_json, sync_tree
+from empo2_jax.errors import CheckpointError, Empo2Error
 from empo2_jax.metrics import write_atomically
+from empo2_jax.snapshots import Checksums, Storage, check_url
 
 STATE = ".mirror.json"  # which snapshots this directory may follow
 READ = ".mirror.read.json"  # checksums of files that were read before
 LINKS = ".mirror"  # the files of the snapshot that is being sent
-KEPT = 2  # snapshots; a reader may be at the one before the last
+DRAFT = ".fetch"  # the files of one that is being fetched
+LOCK = ".mirror.lock"
 POLL_S = 1.0
 AGAIN_S = 60.0  # after a failure
 LIMIT_S = 3600.0  # for one snapshot; the end of a run may wait for two
-SETTLED_NS = 2 * 10**9  # a file that changed later than this before it was read may change again unseen
-CHUNK = 1 << 22
 _CHECKPOINTS = "checkpoints"
 
 _log = logging.getLogger(__name__)
@@ -90,27 +86,35 @@ class Mirror:
 
 
 def take_over(run_dir: Path, url: str) -> None:
-    """`fetch` in a process of its own.
+    """`fetch` in a process of its own; where nothing was taken over, nothing is left that was not there before.
 
     Raises:
         ConfigError: see `check_url`.
-        CheckpointError: with the reason of `fetch` or of the storage's client.
+        CheckpointError: the directory cannot be written, or with the reason of `fetch` or of the storage's client.
     """
     check_url(url)
-    problem = _child("fetch", run_dir, url)
+    check_writable(run_dir)
+    with _traceless(run_dir):
+        problem = _child("fetch", run_dir, url)
     if problem:
         raise CheckpointError(f"storage {url}: {problem}")
 
 
-def check_url(url: str) -> None:
-    """Raise `ConfigError` if a URL names a storage that is unknown, or whose client is not installed."""
-    protocol = url.partition("://")[0] if "://" in url else "file"
-    if protocol not in fsspec.available_protocols():
-        raise ConfigError(f"storage {url}: {protocol!r} is unknown; s3, gs and file are common ones")
+@contextlib.contextmanager
+def _traceless(run_dir: Path) -> Generator[None, None, None]:
+    """Remove what a `fetch` in the block made in vain, one that was killed too; not while another process is there."""
+    made = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     try:
-        fsspec.get_filesystem_class(protocol)
-    except ImportError as error:
-        raise ConfigError(f"storage {url}: {error}") from None
+        yield
+    finally:
+        with contextlib.suppress(FileNotFoundError, BlockingIOError), (run_dir / LOCK).open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(run_dir / DRAFT, ignore_errors=True)
+            if not (run_dir / STATE).exists():
+                (run_dir / LOCK).unlink()
+        for folder in made:
+            with contextlib.suppress(OSError):  # it has something in it
+                folder.rmdir()
 
 
 def push(run_dir: Path, url: str) -> int | None:
@@ -124,7 +128,7 @@ def push(run_dir: Path, url: str) -> int | None:
         if not _steps(run_dir):
             return None
         state = _state(run_dir)
-        storage = _Storage(url)
+        storage = Storage(url)
         newest = storage.newest()
         number = 1
         if newest is not None:
@@ -132,7 +136,7 @@ def push(run_dir: Path, url: str) -> int | None:
             _check_owner(newest, state, url)
         shutil.rmtree(run_dir / LINKS, ignore_errors=True)
         try:
-            read = _Checksums(run_dir / READ)
+            read = Checksums(run_dir / READ)
             files = storage.send(_linked(run_dir), read)
             read.save(files.keys())
         finally:
@@ -149,15 +153,14 @@ def fetch(run_dir: Path, url: str) -> int | None:
         CheckpointError: a file is missing or damaged there, or this directory has checkpoints that it does not know.
     """
     with _alone(run_dir):
-        state = _state(run_dir)
-        storage = _Storage(url)
+        storage = Storage(url)
         newest = storage.newest()
         if newest is None:
             return None
         if _steps(run_dir):
-            _check_owner(newest, state, url)
+            _check_owner(newest, _state(run_dir), url)
             return None
-        draft = run_dir / ".fetch"
+        draft = run_dir / DRAFT
         shutil.rmtree(draft, ignore_errors=True)
         storage.receive(newest["files"], draft)
         sync_tree(draft)
@@ -170,124 +173,6 @@ def fetch(run_dir: Path, url: str) -> int | None:
             path.replace(target)
         draft.rmdir()
         return newest["step"]
-
-
-class _Checksums:
-    """Checksums by name of files that were read: the same size, time of change and inode mean the same content."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._known: dict[str, list[Any]] = {}
-        with contextlib.suppress(CheckpointError):  # damaged: all is read again
-            self._known = read_json(path) if path.is_file() else {}
-        self._now = time.time_ns()
-
-    def get(self, name: str, stat: os.stat_result) -> str | None:
-        """The checksum of a file, None if it has to be read."""
-        digest, *state = self._known.get(name, [None])
-        return digest if state == _state_of(stat) else None
-
-    def put(self, name: str, before: os.stat_result, after: os.stat_result, digest: str) -> None:
-        """Keep a checksum, unless the file changed while it was read or just before."""
-        if _state_of(before) == _state_of(after) and before.st_mtime_ns < self._now - SETTLED_NS:
-            self._known[name] = [digest, *_state_of(before)]
-
-    def save(self, names: Set[str]) -> None:
-        """Write those of `names`; others are gone."""
-        kept = {name: known for name, known in self._known.items() if name in names}
-        write_atomically(self._path, json.dumps(kept) + "\n")
-
-
-def _state_of(stat: os.stat_result) -> list[int]:
-    return [stat.st_size, stat.st_mtime_ns, stat.st_ino]
-
-
-class _Storage:
-    """The two folders behind a URL."""
-
-    def __init__(self, url: str) -> None:
-        check_url(url)
-        self._fs, root = fsspec.url_to_fs(url, use_listings_cache=False)
-        self._url, self._objects, self._snapshots = url, f"{root}/objects", f"{root}/snapshots"
-
-    def newest(self) -> dict[str, Any] | None:
-        """The newest whole snapshot."""
-        names = sorted(self._sizes(self._snapshots), reverse=True)
-        return next((found for name in names if (found := self._snapshot(name)) is not None), None)
-
-    def _snapshot(self, name: str) -> dict[str, Any] | None:
-        """A snapshot, None if it is not whole: some storages have no atomic writes."""
-        try:
-            snapshot = json.loads(self._fs.cat_file(f"{self._snapshots}/{name}"))
-        except ValueError:
-            return None
-        return snapshot if isinstance(snapshot, dict) and snapshot.pop("seal", None) == _seal(snapshot) else None
-
-    def send(self, files: Mapping[str, tuple[Path, os.stat_result]], read: _Checksums) -> dict[str, list[Any]]:
-        """Send what is not there; returns checksum and size of every file. What `read` knows is not read."""
-        there, sent = self._sizes(self._objects), {}
-        self._fs.makedirs(self._objects, exist_ok=True)
-        for name, (path, stat) in files.items():
-            digest, found = read.get(name, stat), stat.st_size
-            if digest is None or there.get(digest) != found:
-                with path.open("rb") as file:
-                    digest, found = self._send(file, stat.st_size, there)
-                read.put(name, stat, path.stat(), digest)
-            there[digest] = found
-            sent[name] = [digest, found]
-        return sent
-
-    def _send(self, file: IO[bytes], size: int, there: Mapping[str, int]) -> tuple[str, int]:
-        """Send the first `size` bytes of a file, again if it was cut or rewritten meanwhile (logs, databases)."""
-        while True:
-            digest, found = _digest(_parts(file, size))
-            if there.get(digest) == found:
-                return digest, found
-            with self._fs.open(f"{self._objects}/{digest}", "wb") as target:
-                written = _digest(_written(_parts(file, size), target))
-            if written == (digest, found):
-                return written
-            self._fs.rm_file(f"{self._objects}/{digest}")
-
-    def commit(self, snapshot: dict[str, Any]) -> None:
-        """Write the snapshot itself: from now on it is the newest."""
-        self._fs.makedirs(self._snapshots, exist_ok=True)
-        text = json.dumps(snapshot | {"seal": _seal(snapshot)}, ensure_ascii=False)
-        self._fs.pipe_file(f"{self._snapshots}/{snapshot['number']:09d}.json", text.encode())
-
-    def drop_old(self) -> None:
-        """Remove old snapshots, then the objects that no other one names."""
-        names = sorted(self._sizes(self._snapshots))
-        for name in names[:-KEPT]:
-            self._fs.rm_file(f"{self._snapshots}/{name}")
-        kept = [snapshot for name in names[-KEPT:] if (snapshot := self._snapshot(name)) is not None]
-        used = {digest for snapshot in kept for digest, _ in snapshot["files"].values()}
-        for digest in self._sizes(self._objects).keys() - used:
-            self._fs.rm_file(f"{self._objects}/{digest}")
-
-    def receive(self, files: Mapping[str, Any], folder: Path) -> None:
-        """Write all files of a snapshot below `folder`."""
-        for name, (digest, size) in files.items():
-            relative = PurePosixPath(name)
-            if relative.is_absolute() or ".." in relative.parts or not relative.parts:
-                raise CheckpointError(f"{self._url}: {name!r} is no path inside a run directory")
-            path = folder / relative
-            path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                self._fs.get_file(f"{self._objects}/{digest}", str(path))
-            except FileNotFoundError:
-                raise CheckpointError(f"{self._url}: {name}: its object is missing") from None
-            with path.open("rb") as file:
-                if path.stat().st_size != size or _digest(_parts(file, size)) != (digest, size):
-                    raise CheckpointError(f"{self._url}: {name}: checksum does not match")
-
-    def _sizes(self, folder: str) -> dict[str, int]:
-        """Sizes of the files in a folder by name."""
-        try:
-            entries = self._fs.ls(folder, detail=True, refresh=True)
-        except FileNotFoundError:
-            return {}
-        return {entry["name"].rpartition("/")[2]: entry["size"] for entry in entries if entry["type"] == "file"}
 
 
 def _check_owner(newest: Mapping[str, Any], state: Mapping[str, str], url: str) -> None:
@@ -322,10 +207,22 @@ def _steps(run_dir: Path) -> list[int]:
 @contextlib.contextmanager
 def _alone(run_dir: Path) -> Generator[None, None, None]:
     """One process at a time: that of a run that was killed may still be sending."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / ".mirror.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+    path = run_dir / LOCK
+    while True:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with path.open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if _is_at(path, lock):  # else whoever had it before removed it
+                yield
+                return
+
+
+def _is_at(path: Path, file: IO[str]) -> bool:
+    """Whether an open file is the one that the path names now."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 def _state(run_dir: Path) -> dict[str, str]:
@@ -337,34 +234,6 @@ def _state(run_dir: Path) -> dict[str, str]:
 
 def _write_state(run_dir: Path, state: dict[str, str]) -> None:
     write_atomically(run_dir / STATE, json.dumps(state) + "\n")
-
-
-def _seal(snapshot: Mapping[str, Any]) -> str:
-    return hashlib.sha256(canonical(snapshot)).hexdigest()
-
-
-def _parts(file: IO[bytes], size: int) -> Iterator[bytes]:
-    """The first `size` bytes of a file in pieces, or all of a shorter one."""
-    file.seek(0)
-    while size > 0 and (part := file.read(min(CHUNK, size))):
-        size -= len(part)
-        yield part
-
-
-def _written(parts: Iterable[bytes], target: IO[bytes]) -> Iterator[bytes]:
-    """The parts, each once it was written."""
-    for part in parts:
-        target.write(part)
-        yield part
-
-
-def _digest(parts: Iterable[bytes]) -> tuple[str, int]:
-    """SHA-256 and size in bytes."""
-    digest, size = hashlib.sha256(), 0
-    for part in parts:
-        digest.update(part)
-        size += len(part)
-    return digest.hexdigest(), size
 
 
 def _child(action: str, run_dir: Path, url: str) -> str:

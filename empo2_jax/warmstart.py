@@ -28,6 +28,7 @@ from empo2_jax.alarms import count_skipped
 from empo2_jax.algorithms.imitation import recorded, select, solved, transcript
 from empo2_jax.assembly import Policy
 from empo2_jax.checkpoint import CheckpointStore
+from empo2_jax.checkpoint_files import check_writable
 from empo2_jax.config import Config, UpdateConfig
 from empo2_jax.config_offline import DEMONSTRATIONS, GOLD, WarmstartConfig
 from empo2_jax.data.packing import pack
@@ -100,10 +101,13 @@ def ensure_start(config: Config, family: EnvironmentFamily, folder: Path) -> Pat
 
     Raises:
         ConfigError: no warm start is configured, or the folder comes from other settings.
+        CheckpointError: the folder cannot be written.
     """
     if not config.warmstart.updates:
         raise ConfigError("warmstart.updates = 0: this configuration has no warm start")
-    if not distributed.current().first(folder.is_dir, "warm start"):
+    gang = distributed.current()
+    if not gang.first(folder.is_dir, "warm start"):
+        gang.first(partial(check_writable, folder), "warm start")
         make = _take_shared if config.warmstart.shared_dir else make_start
         make(config, family, folder)
     origin = folder / "made_from.txt"

@@ -1,13 +1,15 @@
 """Which steps stay, and manifests that are anything at all: named, never a crash."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from empo2_jax.checkpoint_files import files_problem, format_problem, kept_steps, write_manifest
+from empo2_jax.checkpoint_files import check_writable, files_problem, format_problem, kept_steps, write_manifest
+from empo2_jax.errors import CheckpointError
 from tests.fixtures.fuzz import JSON
 
 
@@ -59,3 +61,17 @@ def test_one_changed_byte_anywhere_is_found(tmp_path_factory: pytest.TempPathFac
         same = False
     path.write_bytes(content)
     assert same or files_problem(folder)
+
+
+@pytest.mark.parametrize("place", ["file", "file/run/deep", "dangling", "/proc/run"])
+def test_a_folder_that_cannot_be_written_is_refused_by_its_name(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match=f"^{tmp_path / place}: cannot be written: "):
+        check_writable(tmp_path / place)
+
+
+def test_a_folder_that_can_be_written_is_not_made(tmp_path: Path) -> None:
+    check_writable(tmp_path)
+    check_writable(tmp_path / "a/b")
+    assert list(tmp_path.iterdir()) == []

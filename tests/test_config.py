@@ -81,11 +81,22 @@ def test_an_unknown_key_names_the_nearest(values: dict[str, Any], unknown: str, 
             {"run": {"mirror": "s3://bucket/run"}, "algorithm": {"name": "reflexion"}},
             'run.mirror with algorithm.name = "reflexion", which has no checkpoints to send',
         ),
+        ({"run": {"mirror": "bogus"}}, r"run\.mirror = 'bogus': a URL with its scheme is allowed: s3://…, gs://…"),
+        ({"run": {"mirror": "/a/folder"}}, r"run\.mirror = '/a/folder': a URL with its scheme is allowed"),
+        (
+            {"env": {"name": "webshop", "data": "shop", "products": 80}},
+            r"env\.data = 'shop' with env\.products = 80, the size of the synthetic catalogue .*one of the two is",
+        ),
     ],
 )
 def test_values_that_cannot_work_are_named(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_config(values)
+
+
+def test_a_resolved_configuration_with_data_is_read_again(tmp_path: Path) -> None:
+    config = parse_config({"env": {"name": "webshop", "data": "shop"}})
+    assert load_config(write(tmp_path, "all.toml", dump_toml(config))) == config  # it spells out env.products too
 
 
 def test_grpo_without_memory_is_allowed() -> None:

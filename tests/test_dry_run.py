@@ -104,6 +104,8 @@ def refused(capsys: pytest.CaptureFixture[str], *options: str) -> str:
         (("--coordinator", "h:1", "--num-processes", "2", "--process-id", "2"), "process 2 of 2"),
         (("--coordinator", "h:1", "--num-processes", "2", "--process-id", "1"), "2 processes of 1 devices have 2"),
         (("--env.tasks", "chandelier"), "chandelier"),
+        (("--run.dir", f"{TOY}/run"), "configs/toy.toml/run: cannot be written: Not a directory"),
+        (("--run.mirror", "nowhere://bucket"), "storage nowhere://bucket: 'nowhere' is unknown"),
         (("--rollout.slots", "100000000"), "rollout.slots = 100000000: their cache takes "),
         (("--rollout.group_size", "100000000"), "rollout.group_size = 100000000: their episodes take up to "),
     ],

@@ -15,10 +15,10 @@ from typing import IO
 
 import pytest
 
-from empo2_jax import storage
+from empo2_jax import snapshots
 from empo2_jax.cli import main
-from empo2_jax.errors import CheckpointError, ConfigError
-from empo2_jax.storage import Mirror, check_url, fetch, push
+from empo2_jax.errors import CheckpointError
+from empo2_jax.storage import Mirror, fetch, push
 from tests.fixtures.processes import LIMIT_S, SUICIDE, assert_same, empo2, finish, start, train_arguments
 
 
@@ -79,7 +79,7 @@ def test_what_did_not_change_is_not_sent_again_and_old_snapshots_go(tmp_path: Pa
 
 
 def test_what_did_not_change_is_not_read_again(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, parts, reads = make_run(tmp_path / "run", 3), storage._parts, []
+    run, parts, reads = make_run(tmp_path / "run", 3), snapshots._parts, []
     state = run / "checkpoints/3/state"
 
     def counted(file: IO[bytes], size: int) -> Iterator[bytes]:
@@ -92,7 +92,7 @@ def test_what_did_not_change_is_not_read_again(tmp_path: Path, url: str, monkeyp
         push(run, url)
         return set(reads)
 
-    monkeypatch.setattr(storage, "_parts", counted)
+    monkeypatch.setattr(snapshots, "_parts", counted)
     assert len(read()) == 3
     assert len(read()) == 3  # they changed just now and may have changed again
     for path in [*state.parent.iterdir(), run / "metrics.jsonl"]:
@@ -156,7 +156,7 @@ def test_a_take_over_that_was_killed_at_its_end_is_one(
 def test_a_file_that_is_cut_while_it_is_sent_arrives_as_it_is_then(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, parts, reads = make_run(tmp_path / "run", 3), storage._parts, []
+    run, parts, reads = make_run(tmp_path / "run", 3), snapshots._parts, []
 
     def cut(file: IO[bytes], size: int) -> Iterator[bytes]:
         reads.append(Path(file.name).name)
@@ -165,7 +165,7 @@ def test_a_file_that_is_cut_while_it_is_sent_arrives_as_it_is_then(
         return parts(file, size)
 
     with monkeypatch.context() as patched:
-        patched.setattr(storage, "_parts", cut)
+        patched.setattr(snapshots, "_parts", cut)
         push(run, url)
     assert fetch(tmp_path / "other", url) == 3
     assert contents(tmp_path / "other") == contents(run)
@@ -201,15 +201,9 @@ def test_a_name_from_the_storage_is_never_a_path_outside(tmp_path: Path, url: st
     snapshot = json.loads(path.read_text())
     del snapshot["seal"]
     snapshot["files"] = {name: next(iter(snapshot["files"].values()))}
-    path.write_text(json.dumps(snapshot | {"seal": storage._seal(snapshot)}))
+    path.write_text(json.dumps(snapshot | {"seal": snapshots._seal(snapshot)}))
     with pytest.raises(CheckpointError, match="is no path inside a run directory"):
         fetch(tmp_path / "other", url)
-
-
-def test_unknown_storages_are_refused() -> None:
-    with pytest.raises(ConfigError, match="'nowhere' is unknown; s3, gs and file"):
-        check_url("nowhere://bucket/run")
-    check_url("file:///bucket/run")
 
 
 def test_a_storage_that_is_down_is_a_warning_and_is_tried_again(
@@ -235,11 +229,27 @@ def test_the_command_brings_a_run_here_and_says_when_there_is_none(
     run, here = make_run(tmp_path / "run", 3), tmp_path / "here"
     assert main(["fetch", url, str(here)]) == 2
     assert capsys.readouterr().err == f"error: {here}: no checkpoint, and {url} has none\n"
+    assert not here.exists()
     push(run, url)
     assert main(["fetch", url, str(here)]) == 0
     assert capsys.readouterr().out == f"{here}: checkpoints [3]\n"
     assert contents(here) == contents(run)
     assert main(["fetch", "nowhere://x", str(here)]) == 2
+    assert main(["fetch", url, str(run / "metrics.jsonl/here")]) == 2
+    assert capsys.readouterr().err.endswith(f"error: {run}/metrics.jsonl/here: cannot be written: Not a directory\n")
+
+
+@pytest.mark.parametrize("folder", ["", "new", "new/here/notes"])
+def test_a_fetch_that_fails_leaves_what_was_there_before(
+    tmp_path: Path, url: str, folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    push(make_run(tmp_path / "run"), url)
+    max(objects(tmp_path), key=lambda path: path.stat().st_size).unlink()
+    (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["fetch", url, str(tmp_path / "new/here")]) == 2
+    assert "checkpoints/1/state: its object is missing" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 class Server:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from empo2_jax.checkpoint_files import check_writable
+from empo2_jax.config_options import at_least
 from empo2_jax.errors import ConfigError, DataError
 from empo2_jax.interrupts import stopped_by_sigterm
 from empo2_jax.metrics import JsonLines, Record, read_jsonl, write_atomically
@@ -64,15 +66,7 @@ def run_studies(
         DataError: some runs failed; everything else was run and written.
         Stopped: by SIGTERM, as by Ctrl-C: the runs were asked to stop and have saved what was complete.
     """
-    if jobs < 1:
-        raise ConfigError(f"--jobs {jobs}: at least 1 is allowed")
-    if check and len(paths) > 1:
-        raise ConfigError(f"--check {check}: one study is allowed, not {len(paths)}")
-    studies = _load(paths)
-    grids = [cells_of(study, seeds, arms) for study in studies]
-    committed = read_results(check) if check else None
-    if committed and (count := len({cell.seed for cell in grids[0]})) < LEAST_SEEDS:
-        raise ConfigError(f"--check needs at least {LEAST_SEEDS} seeds, not {count}: fewer have no interval")
+    studies, grids, committed = _checked(paths, seeds, jobs, arms, check)
     good, failed = True, []
     with ExitStack() as stack:
         for study in studies:
@@ -89,11 +83,21 @@ def run_studies(
     return good
 
 
-def plan_lines(paths: Sequence[Path], out: Path, seeds: int | None, arms: tuple[str, ...]) -> list[str]:
-    """What `run_studies` would run, without touching `out`."""
+def plan_lines(
+    paths: Sequence[Path],
+    out: Path,
+    *,
+    seeds: int | None = None,
+    jobs: int = 2,
+    arms: tuple[str, ...] = (),
+    check: Path | None = None,
+) -> list[str]:
+    """What `run_studies` would run, without touching `out`; it refuses what that would, except a folder in use."""
     lines = []
-    for study in _load(paths):
-        cells = cells_of(study, seeds, arms)
+    studies, grids, _ = _checked(paths, seeds, jobs, arms, check)
+    for study, cells in zip(studies, grids, strict=True):
+        check_writable(out / study.name)
+        _check_owner(study, out / study.name)
         done = _finished(cells, out / study.name / ROWS_FILE)
         lines.append(f"study {study.name}: {len(cells)} runs, {len(done)} finished; {study.tested} − {study.reference}")
         for cell in cells:
@@ -102,6 +106,21 @@ def plan_lines(paths: Sequence[Path], out: Path, seeds: int | None, arms: tuple[
             adapt = f"; then empo2 adapt {folder} --trials {cell.trials}" if cell.trials else ""
             lines.append(f"  {state}: empo2 {shlex.join(train_command(cell, folder))}{adapt}")
     return lines
+
+
+def _checked(
+    paths: Sequence[Path], seeds: int | None, jobs: int, arms: tuple[str, ...], check: Path | None
+) -> tuple[list[Study], list[list[Cell]], Results | None]:
+    """The studies, their runs, and the committed results that the only one has to reproduce."""
+    at_least("--jobs", jobs, 1)
+    if check and len(paths) > 1:
+        raise ConfigError(f"--check {check}: one study is allowed, not {len(paths)}")
+    studies = _load(paths)
+    grids = [cells_of(study, seeds, arms) for study in studies]
+    committed = read_results(check) if check else None
+    if committed and (count := len({cell.seed for cell in grids[0]})) < LEAST_SEEDS:
+        raise ConfigError(f"--check needs at least {LEAST_SEEDS} seeds, not {count}: fewer have no interval")
+    return studies, grids, committed
 
 
 def _load(paths: Sequence[Path]) -> list[Study]:
@@ -118,13 +137,18 @@ def _load(paths: Sequence[Path]) -> list[Study]:
 
 
 def _claim(study: Study, folder: Path, stack: ExitStack) -> None:
-    """Lock the folder for this study. One whose file is gone may be gone on with by another file of that name."""
+    """Lock the folder for this study."""
     stack.enter_context(RunLock(folder))
+    _check_owner(study, folder)
+    write_atomically(folder / SOURCE_FILE, f"{study.path.resolve()}\n")
+
+
+def _check_owner(study: Study, folder: Path) -> None:
+    """Refuse the folder of another study. One whose file is gone may be gone on with by another file of that name."""
     source = folder / SOURCE_FILE
     owner = Path(source.read_text(encoding="utf-8").strip()) if source.is_file() else study.path
     if owner.is_file() and not owner.samefile(study.path):
         raise ConfigError(f"{folder}: belongs to the study {owner}, not to {study.path}; use another --out")
-    write_atomically(source, f"{study.path.resolve()}\n")
 
 
 def _run(study: Study, cells: Sequence[Cell], out: Path, jobs: int, command: str) -> Results:

@@ -184,7 +184,7 @@ def test_a_run_of_another_version_has_a_page_that_says_what_is_left_out(tmp_path
 
 
 def test_missing_metrics_and_broken_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"metrics\.jsonl: no such file"):
+    with pytest.raises(DataError, match=r"no metrics\.jsonl: not a run directory, or that of a run before"):
         write_report(tmp_path)
     make_run(tmp_path)
     (tmp_path / "run.json").write_text("{")

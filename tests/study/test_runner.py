@@ -98,7 +98,7 @@ def test_a_folder_belongs_to_one_study_file(tmp_path: Path, runs: Runs) -> None:
     with pytest.raises(ConfigError, match=r"small.toml and .*other/small.toml: both are study 'small', and a folder"):
         runner.run_studies([first, second], out)
     with pytest.raises(ConfigError, match="both are study 'small'"):
-        runner.plan_lines([first, first], out, None, ())
+        runner.plan_lines([first, first], out)
     assert runs.cells == [] and not out.exists()
     runner.run_studies([first], out, seeds=1)
     with pytest.raises(
@@ -185,6 +185,24 @@ def test_a_dry_run_says_what_is_finished_and_touches_nothing(
     assert [line.split(":")[0].strip() for line in capsys.readouterr().out.splitlines()[1:]] == [
         *("finished", "finished", "to run", "to run")
     ]
+
+
+def test_a_dry_run_refuses_what_the_study_would(
+    tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out, other = make_study(tmp_path), tmp_path / "out", tmp_path / "other"
+    other.mkdir()
+    runner.run_studies([make_study(other)], out, seeds=1)
+    for options, message in (
+        (["--jobs", "0"], "--jobs 0: at least 1 is allowed"),
+        (["--check", "missing.json"], "missing.json: cannot be read: No such file or directory"),
+        (["--out", f"{path}/out"], f"{path}/out/small: cannot be written: Not a directory"),
+        (["--out", str(out)], f"{out}/small: belongs to the study {other}/small.toml, not to {path}"),
+    ):
+        capsys.readouterr()
+        assert main(["study", str(path), *options, "--dry-run"]) == 2
+        said = capsys.readouterr()
+        assert said.err.startswith(f"error: {message}") and said.err.count("\n") == 1 and not said.out
 
 
 @pytest.mark.slow

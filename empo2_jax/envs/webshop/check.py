@@ -23,7 +23,13 @@ class Finding(NamedTuple):
 
 
 def check(data: Path) -> list[Finding]:
-    """All findings about a data folder (or one product file in it); what is not ok keeps WebShop from working."""
+    """All findings about a data folder (or one product file in it); what is not ok keeps WebShop from working.
+
+    Raises:
+        ConfigError: there is nothing.
+    """
+    if not data.exists():
+        raise ConfigError(f"{data}: no such folder; docs/webshop.md says which files it holds and how to make some")
     try:
         files = catalogue.find_files(data)
     except ConfigError as error:
