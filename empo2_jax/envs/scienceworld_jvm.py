@@ -11,13 +11,13 @@ import select
 import shutil
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+from empo2_jax.envs.scratch import Scratch
 from empo2_jax.errors import EnvError
 
 try:
@@ -82,11 +82,11 @@ class Jvm:
         self._ending = threading.Lock()
         self._killed = False
         # The simulator writes a table of its objects into its working directory.
-        self._directory = tempfile.TemporaryDirectory(prefix="empo2-scienceworld-", ignore_cleanup_errors=True)
+        self._scratch = Scratch("empo2-scienceworld-")
         try:
-            self._process, self._gateway, self._server = _started(flags, self._directory.name, timeout_s)
+            self._process, self._gateway, self._server = _started(flags, self._scratch.path, timeout_s)
         except EnvError:
-            self._directory.cleanup()
+            self._scratch.remove()
             raise
         # The simulator prints; a full pipe would block it.
         self._drain = threading.Thread(target=_drain, args=(_pipes(self._process)[1],), daemon=True)
@@ -170,7 +170,7 @@ class Jvm:
             self._gateway.close(keep_callback_server=True)
             self._drain.join()
             _end(self._process)
-            self._directory.cleanup()
+            self._scratch.remove()
 
     def _list(self, call: Callable) -> list:
         def fetch(server) -> list:
@@ -198,7 +198,7 @@ class Jvm:
 
 
 def _started(
-    flags: tuple[str, ...], directory: str, timeout_s: float, starts: int = STARTS
+    flags: tuple[str, ...], directory: Path, timeout_s: float, starts: int = STARTS
 ) -> tuple[subprocess.Popen, _Gateway, Any]:
     """A process, the connection to it and its simulator; one that is killed while it starts costs another start."""
     process = _launch(flags, directory)
@@ -217,7 +217,7 @@ def _started(
         raise EnvError(f"ScienceWorld's Java process did not start ({java_path()}): {error}") from error
 
 
-def _launch(flags: tuple[str, ...], directory: str) -> subprocess.Popen:
+def _launch(flags: tuple[str, ...], directory: Path) -> subprocess.Popen:
     classpath = os.pathsep.join((find_jar_path(), JAR_PATH))
     gateway = ("py4j.GatewayServer", "--die-on-broken-pipe", "--enable-auth", "0")
     command = [java_path(), *flags, "-classpath", classpath, *gateway]
