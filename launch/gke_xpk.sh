@@ -23,12 +23,12 @@ fail() { echo "gke_xpk: $*" >&2; exit 2; }
 cluster="" image="" tpu="" slices=1 workload=empo2 restarts=10 dry_run=false arguments=()
 while (($#)); do
   case $1 in
-    --cluster) cluster=${2:?--cluster needs a name}; shift ;;
-    --image) image=${2:?--image needs a name}; shift ;;
-    --tpu-type) tpu=${2:?--tpu-type needs a type}; shift ;;
-    --slices) slices=${2:?--slices needs a number}; shift ;;
-    --workload) workload=${2:?--workload needs a name}; shift ;;
-    --restarts) restarts=${2:?--restarts needs a number}; shift ;;
+    --cluster) [[ -n ${2:-} ]] || fail "--cluster needs a name"; cluster=$2; shift ;;
+    --image) [[ -n ${2:-} ]] || fail "--image needs a name"; image=$2; shift ;;
+    --tpu-type) [[ -n ${2:-} ]] || fail "--tpu-type needs a type"; tpu=$2; shift ;;
+    --slices) [[ -n ${2:-} ]] || fail "--slices needs a number"; slices=$2; shift ;;
+    --workload) [[ -n ${2:-} ]] || fail "--workload needs a name"; workload=$2; shift ;;
+    --restarts) [[ -n ${2:-} ]] || fail "--restarts needs a number"; restarts=$2; shift ;;
     --dry-run) dry_run=true ;;
     -h | --help) usage; exit 0 ;;
     *) arguments+=("$1") ;;

@@ -18,19 +18,22 @@ EOF
 fail() { echo "local: $*" >&2; exit 2; }
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-processes=2 devices=2 supervise=() arguments=()
+processes=2 devices=2 config="" supervise=() arguments=()
 while (($#)); do
   case $1 in
-    --processes) processes=${2:?--processes needs a number}; shift ;;
-    --devices) devices=${2:?--devices needs a number}; shift ;;
-    --retries | --grace) supervise+=("$1" "${2:?$1 needs a number}"); shift ;;
+    --processes) [[ -n ${2:-} ]] || fail "--processes needs a number"; processes=$2; shift ;;
+    --devices) [[ -n ${2:-} ]] || fail "--devices needs a number"; devices=$2; shift ;;
+    --retries | --grace) [[ -n ${2:-} ]] || fail "$1 needs a number"; supervise+=("$1" "$2"); shift ;;
     --dry-run) supervise+=(--dry-run) ;;
     -h | --help) usage; exit 0 ;;
-    *) arguments+=("$1") ;;
+    --*=*) arguments+=("$1") ;;
+    --*) arguments+=("$1" ${2+"$2"}); shift $(($# > 1)) ;;
+    *) config=${config:-$1} arguments+=("$1") ;;
   esac
   shift
 done
-((${#arguments[@]})) || { usage >&2; fail "CONFIG is missing"; }
+[[ -n $config ]] || { usage >&2; fail "CONFIG is missing"; }
+[[ -f $config ]] || fail "$config: no such configuration file"
 [[ $processes =~ ^[1-9][0-9]*$ && $devices =~ ^[1-9][0-9]*$ ]] || fail "--processes and --devices: a number from 1"
 [[ " ${arguments[*]} " == *" --model.mesh "* ]] || arguments+=(--model.mesh "$((processes * devices)),1,1")
 python=${PYTHON:-$root/.venv/bin/python}

@@ -21,7 +21,9 @@ config=configs/quickstart.toml run_dir=runs/quickstart dry_run=false overrides=(
 while (($#)); do
   case $1 in
     --dry-run) dry_run=true ;;
-    --iterations) overrides+=(--run.iterations "${2:?--iterations needs a number}"); shift ;;
+    --iterations)
+      [[ ${2:-} =~ ^[0-9]+$ ]] || { echo "quickstart: --iterations needs a number" >&2; exit 2; }
+      overrides+=(--run.iterations "$2"); shift ;;
     -h | --help) usage; exit 0 ;;
     *) overrides+=("$1") ;;
   esac

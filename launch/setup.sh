@@ -21,13 +21,18 @@ accelerator=cpu extras=${EXTRAS:-dev,notebooks,envs} venv=$root/.venv dry_run=fa
 while (($#)); do
   case $1 in
     cpu | cuda12 | cuda13 | tpu) accelerator=$1 ;;
-    --extras) extras=${2:?--extras needs a list}; shift ;;
-    --venv) venv=${2:?--venv needs a directory}; shift ;;
+    --extras) [[ -n ${2:-} ]] || fail "--extras needs a list"; extras=$2; shift ;;
+    --venv) [[ -n ${2:-} ]] || fail "--venv needs a directory"; venv=$2; shift ;;
     --dry-run) dry_run=true ;;
     -h | --help) usage; exit 0 ;;
     *) usage >&2; fail "unknown argument: $1" ;;
   esac
   shift
+done
+known=$(sed -n '/^\[project.optional-dependencies\]/,/^\[/s/^\([a-z0-9_-]*\) = .*/\1/p' "$root/pyproject.toml" | paste -sd' ' -)
+IFS=', ' read -ra asked <<<"$extras"
+for extra in ${asked[@]+"${asked[@]}"}; do
+  [[ " $known " == *" $extra "* ]] || fail "--extras $extra: pyproject.toml has no such extra; allowed: ${known// /, }"
 done
 [[ $accelerator == cpu ]] || extras=$extras,$accelerator
 

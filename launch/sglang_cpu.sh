@@ -22,8 +22,8 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.sglang torch_index=() dry_run=false
 while (($#)); do
   case $1 in
-    --venv) venv=${2:?--venv needs a directory}; shift ;;
-    --torch-index) torch_index=(--extra-index-url "${2:?--torch-index needs a URL}"); shift ;;
+    --venv) [[ -n ${2:-} ]] || fail "--venv needs a directory"; venv=$2; shift ;;
+    --torch-index) [[ -n ${2:-} ]] || fail "--torch-index needs a URL"; torch_index=(--extra-index-url "$2"); shift ;;
     --dry-run) dry_run=true ;;
     -h | --help) usage; exit 0 ;;
     *) usage >&2; fail "unknown argument: $1" ;;

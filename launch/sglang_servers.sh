@@ -28,14 +28,14 @@ model='' count=1 tp=1 cpu=false venv=$root/.sglang urls=sglang_servers.txt logs=
 dry_run=false more=()
 while (($#)); do
   case $1 in
-    --count) count=${2:?--count needs a number}; shift ;;
-    --tp) tp=${2:?--tp needs a number}; shift ;;
+    --count) [[ -n ${2:-} ]] || fail "--count needs a number"; count=$2; shift ;;
+    --tp) [[ -n ${2:-} ]] || fail "--tp needs a number"; tp=$2; shift ;;
     --cpu) cpu=true ;;
-    --venv) venv=${2:?--venv needs a directory}; shift ;;
-    --urls) urls=${2:?--urls needs a file}; shift ;;
-    --logs) logs=${2:?--logs needs a directory}; shift ;;
-    --host) host=${2:?--host needs an address}; shift ;;
-    --wait) wait_s=${2:?--wait needs seconds}; shift ;;
+    --venv) [[ -n ${2:-} ]] || fail "--venv needs a directory"; venv=$2; shift ;;
+    --urls) [[ -n ${2:-} ]] || fail "--urls needs a file"; urls=$2; shift ;;
+    --logs) [[ -n ${2:-} ]] || fail "--logs needs a directory"; logs=$2; shift ;;
+    --host) [[ -n ${2:-} ]] || fail "--host needs an address"; host=$2; shift ;;
+    --wait) [[ -n ${2:-} ]] || fail "--wait needs seconds"; wait_s=$2; shift ;;
     --dry-run) dry_run=true ;;
     -h | --help) usage; exit 0 ;;
     --) shift; more=("$@"); break ;;

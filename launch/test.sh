@@ -4,15 +4,18 @@ set -euo pipefail
 
 usage() {
   cat <<'EOF'
-usage: bash launch/test.sh [--fast|--all] [--dry-run] [pytest arguments ...]
+usage: bash launch/test.sh [--fast|--all] [--dry-run] [-k NAME, -x, a file, … of pytest] [-- any argument of pytest]
 
   (default)   everything not marked slow (at most 20 minutes on 2 cores)
   --fast      also leaves out what is marked medium (at most 4 minutes)
   --all       everything
   --dry-run   print the commands and stop
   WORKERS=N   test processes (default: 2)
+
+Words and options with one dash go on to pytest; those with two dashes stand after `--`, for example -- --durations 30.
 EOF
 }
+fail() { echo "test: $*" >&2; exit 2; }
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
@@ -23,6 +26,8 @@ while (($#)); do
     --all) marks="" ;;
     --dry-run) dry_run=true ;;
     -h | --help) usage; exit 0 ;;
+    --) shift; arguments+=("$@"); break ;;
+    --*) usage >&2; fail "unknown option: $1; those of pytest stand after --" ;;
     *) arguments+=("$1") ;;
   esac
   shift

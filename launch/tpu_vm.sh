@@ -21,9 +21,9 @@ fail() { echo "tpu_vm: $*" >&2; exit 2; }
 name="" zone="" folder=empo2_jax install=false dry_run=false arguments=()
 while (($#)); do
   case $1 in
-    --name) name=${2:?--name needs a name}; shift ;;
-    --zone) zone=${2:?--zone needs a zone}; shift ;;
-    --folder) folder=${2:?--folder needs a folder}; shift ;;
+    --name) [[ -n ${2:-} ]] || fail "--name needs a name"; name=$2; shift ;;
+    --zone) [[ -n ${2:-} ]] || fail "--zone needs a zone"; zone=$2; shift ;;
+    --folder) [[ -n ${2:-} ]] || fail "--folder needs a folder"; folder=$2; shift ;;
     --install) install=true ;;
     --dry-run) dry_run=true ;;
     -h | --help) usage; exit 0 ;;

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -106,10 +107,34 @@ def test_what_is_needed_is_named() -> None:
         (("launch/gke_xpk.sh", *CONFIG), "gke_xpk: --cluster, --image and --tpu-type are needed"),
         (("launch/tpu_vm.sh", *CONFIG), "tpu_vm: --name and --zone are needed"),
         (("launch/local.sh", "--devices", "no", *CONFIG), "local: --processes and --devices"),
+        (("launch/local.sh", "--dry-run", "nowhere.toml"), "local: nowhere.toml: no such configuration file"),
+        (("launch/local.sh", "--run.name", "x", "nowhere.toml"), "local: nowhere.toml: no such configuration file"),
+        (("launch/local.sh", "--run.name", "x"), "local: CONFIG is missing"),
+        (("launch/local.sh", *CONFIG, "--retries"), "local: --retries needs a number"),
+        (("launch/test.sh", "--foo"), "test: unknown option: --foo; those of pytest stand after --"),
+        (("launch/setup.sh", "--extras", "dev,nosuch"), "setup: --extras nosuch: pyproject.toml has no such extra; "),
+        (("launch/setup.sh", "--extras"), "setup: --extras needs a list"),
+        (("launch/quickstart.sh", "--iterations"), "quickstart: --iterations needs a number"),
+        (("launch/quickstart.sh", "--iterations", "--dry-run"), "quickstart: --iterations needs a number"),
     ):
         done = run(*arguments)
         assert done.returncode == 2
         assert done.stderr.splitlines()[-1].startswith(said)
+
+
+def test_the_extras_of_pyproject_are_allowed(tmp_path: Path) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    said = run("launch/setup.sh", "--extras", "nosuch").stderr.strip()
+    assert said.endswith(f"allowed: {', '.join(extras)}")
+    venv = str(tmp_path / "venv")
+    done = run("launch/setup.sh", "--extras", ",".join(extras), "--venv", venv, "--dry-run", PYTHON=sys.executable)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_tests_take_arguments_of_pytest() -> None:
+    done = run("launch/test.sh", "--dry-run", "-k", "name", "-x", "tests/a.py", "--", "--durations", "3", "--fast")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].endswith(" --durations 10 -k name -x tests/a.py --durations 3 --fast")
 
 
 def test_the_first_node_trains_and_the_others_serve() -> None:
