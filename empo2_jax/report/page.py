@@ -7,14 +7,13 @@ run is never markup. What could not be read or shown is said on it.
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import jinja2
-
 from empo2_jax.metrics import write_atomically
 from empo2_jax.report import curves, groups, lookups, novelty_map, tables, tip_effects, viewer
 from empo2_jax.report.curves import COST, LEARNING, MEMORY, MODES, OPTIMIZATION
 from empo2_jax.report.marks import marks
 from empo2_jax.report.parts import Section
 from empo2_jax.report.run_files import RunFiles, episode_files, read_episodes, read_run
+from empo2_jax.report.template import filled
 from empo2_jax.run_record import CONFIG_FILE
 
 REPORT_FILE = "report.html"
@@ -41,15 +40,10 @@ def write_report(run_dir: Path) -> Path:
     """
     run = read_run(run_dir)
     found = survey(run)
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("empo2_jax.report", "."),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     episodes = viewer.choose(found.shown)
-    page = environment.get_template("report.html.jinja").render(
+    page = filled(
+        "empo2_jax.report",
+        "report.html.jinja",
         name=run_dir.resolve().name,
         facts=tables.facts(run),
         marks=[*marks(run), *found.remarks],

@@ -10,7 +10,7 @@ from empo2_jax.errors import ConfigError, DataError
 from empo2_jax.metrics import Record
 from empo2_jax.run_record import CONFIG_FILE, origin, read_facts
 from empo2_jax.study.base import check_same_panel, settings
-from empo2_jax.study.page import figures, render, tried
+from empo2_jax.study.page import continued, figures, render, tried
 from empo2_jax.study.results import Results
 from empo2_jax.study.runs import row_of
 from empo2_jax.study.tables import Table, cost, tasks
@@ -38,7 +38,7 @@ def compare_runs(folders: Sequence[Path], path: Path) -> Path:
         title="Runs side by side",
         about=f"{', '.join(names)}; one run each, so that no interval can be given.",
         facts={f"commit of {row['arm']}": row["commit"] or "unknown" for row in rows},
-        warnings=_warnings(rows, configs) + _continued(facts) + tried(results),
+        warnings=_warnings(rows, configs) + continued(results) + tried(results),
         tables=[_scores(rows), *([tasks(results)] if len(rows[0]["tasks"]) > 1 else []), _keys(configs), cost(results)],
         figures=[figure for figure in figures(results) if figure.title != "What each change costs"],
         source=f"empo2 report {' '.join(map(str, folders))} · commit {', '.join(results.commits)}",
@@ -77,11 +77,6 @@ def _warnings(rows: Sequence[Record], configs: dict[str, Config]) -> list[str]:
         if done < wanted:
             found.append(f"{row['arm']} is not finished: {done} of {wanted} iterations.")
     return found
-
-
-def _continued(facts: dict[str, dict[str, Any]]) -> list[str]:
-    earlier = {name: found["earlier_commits"] for name, found in facts.items() if "earlier_commits" in found}
-    return [f"{name} was begun by other code and continued: {commits}." for name, commits in earlier.items()]
 
 
 def _scores(rows: Sequence[Record]) -> Table:

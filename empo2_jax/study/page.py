@@ -9,10 +9,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import jinja2
-
 from empo2_jax.charts import interval_chart, line_chart, number_text
 from empo2_jax.metrics import Record, write_atomically
+from empo2_jax.report.template import filled
 from empo2_jax.study.results import Results
 from empo2_jax.study.runs import TRIED
 from empo2_jax.study.statistics import bootstrap
@@ -50,14 +49,7 @@ def write_page(results: Results, path: Path) -> Path:
 
 def render(path: Path, **values: Any) -> Path:
     """Write `study.html.jinja` filled with `values`; text is never markup."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("empo2_jax", "study"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    write_atomically(path, environment.get_template("study.html.jinja").render(values))
+    write_atomically(path, filled("empo2_jax.study", "study.html.jinja", **values))
     return path
 
 
@@ -67,7 +59,17 @@ def _warnings(results: Results) -> list[str]:
         found.append(f"Runs of {len(results.commits)} commits are compared: {', '.join(results.commits)}.")
     if dirty := [commit for commit in results.commits if commit.endswith("-dirty")]:
         found.append(f"Code that was changed after its commit: {', '.join(dirty)}.")
-    return found + tried(results)
+    return found + continued(results) + tried(results)
+
+
+def continued(results: Results) -> list[str]:
+    """Which runs were begun by the code of other commits than the one that ended them."""
+    found = []
+    for row in results.rows:
+        if earlier := row.get("earlier_commits"):
+            name = f"{row['arm']}, seed {row['seed']}" if len(results.of(row["arm"])) > 1 else row["arm"]
+            found.append(f"{name} was begun by other code and continued: {earlier}.")
+    return found
 
 
 def tried(results: Results) -> list[str]:

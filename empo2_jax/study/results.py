@@ -53,8 +53,9 @@ class Results:
 
     @property
     def commits(self) -> list[str]:
-        """Of the rows, in the order of their first run; one, where nothing was changed in between."""
-        return list(dict.fromkeys(row["commit"] or "unknown" for row in self.rows))
+        """Of all code that made the rows, in their order; one, where nothing was changed in between."""
+        made = (f"{row.get('earlier_commits', '')}, {row['commit'] or 'unknown'}".split(", ") for row in self.rows)
+        return list(dict.fromkeys(name for names in made for name in names if name))
 
     def score(self, arm: str) -> Estimate:
         """Interquartile mean of an arm's scores over seeds and tasks."""

@@ -101,7 +101,7 @@ def row_of(folder: Path) -> Record:
     `score` (points), `success` (share) and `tasks` (points by task) are those of its last evaluation without memory, or
     of its last trial where `protocol` is `trials`; `panel` has one [iteration, points, seconds] per evaluation,
     `training` one [iteration, points, entropy in nats or None, seconds] per iteration, seconds counted from the start;
-    `memory_share` is that of the rollout time, None if unknown.
+    `memory_share` is that of the rollout time, None if unknown; `earlier_commits` is there if other code began the run.
 
     Raises:
         DataError: a file or a number is missing, or the last evaluation is incomplete; names it.
@@ -118,8 +118,10 @@ def row_of(folder: Path) -> Record:
         score, entropy = _number(folder, record, "episode/score"), record.get("actor/entropy")
         nats = round(entropy, 4) if isinstance(entropy, float) else None
         training.append([record["iteration"], round(score, 3), nats, round(spent, 1)])
+    facts = read_facts(folder)
     return {
-        "commit": read_facts(folder).get("commit", ""),
+        "commit": facts.get("commit", ""),
+        **{key: facts[key] for key in ("earlier_commits",) if key in facts},
         "protocol": last["protocol"],
         "score": last["score"],
         "success": last["success"],

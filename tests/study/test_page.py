@@ -101,9 +101,20 @@ def test_every_figure_names_command_commit_and_configurations(tmp_path: Path) ->
     assert len(sources) == text.count("<figure>") == 6
     assert set(sources) == {"empo2 study made.toml · commit c0ffee, beef"}
     assert "Runs of 2 commits are compared: c0ffee, beef." in text
+    assert "was begun by" not in text
     assert "<b>" not in text and "<i>" not in text and "&lt;b&gt;" in text
     assert "http" not in text and "<script" not in text
     assert "<code>base.toml</code><br><code>x=0</code>" in text
+
+
+def test_a_run_that_other_code_began_is_named_with_its_commits(tmp_path: Path) -> None:
+    results = make_results(SCORES)
+    rows = [*results.rows[1:], make_row("new", 0, 80.0, earlier_commits="dead-dirty, beef")]
+    text = write_page(replace(results, rows=rows), tmp_path / "p.html").read_text()
+    assert "new, seed 0 was begun by other code and continued: dead-dirty, beef." in text
+    assert "<dt>commit</dt><dd>c0ffee, dead-dirty, beef</dd>" in text
+    assert "Runs of 3 commits are compared: c0ffee, dead-dirty, beef." in text
+    assert "Code that was changed after its commit: dead-dirty." in text
 
 
 @pytest.mark.medium

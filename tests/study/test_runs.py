@@ -28,7 +28,9 @@ def test_the_row_of_a_run(tmp_path: Path) -> None:
     assert row["panel"] == [[0, 0.0, 0.0], [2, 40.0, 60.0]]
     assert row["training"] == [[1, 20.0, 1.5, 30.0], [2, 40.0, 1.5, 60.0]]
     assert row["updates"] == 8.0 and row["seconds"] == 60.0 and row["memory_share"] == 0.25
-    assert row["tip_calls"] == 10.0 and "adaptation" not in row
+    assert row["tip_calls"] == 10.0 and "adaptation" not in row and "earlier_commits" not in row
+    (tmp_path / "run/run.json").write_text('{"commit": "abc", "earlier_commits": "dead, beef"}')
+    assert row_of(tmp_path / "run")["earlier_commits"] == "dead, beef"
 
 
 def test_the_start_is_the_policy_after_the_warm_start(tmp_path: Path) -> None:
