@@ -1,3 +1,5 @@
+"""The engine in this process: log-probs, what it keeps of a session, sampling, limits, what it compiles and refuses."""
+
 import re
 from dataclasses import replace
 
@@ -8,62 +10,33 @@ import pytest
 from flax import nnx
 
 from empo2_jax.errors import EngineError
-from empo2_jax.models.qwen2 import Qwen2, Qwen2Config
+from empo2_jax.models.qwen2 import Qwen2
 from empo2_jax.randomness import words
 from empo2_jax.rollout import jax_engine, jax_kernels
-from empo2_jax.rollout.base import Request, Sampling
 from empo2_jax.rollout.jax_engine import JaxEngine
 from empo2_jax.rollout.jax_kernels import SlotSampling, draw_tokens
-from empo2_jax.rollout.stepwise import Job, StepEngine
-
-VOCAB, MAX_LENGTH, SLOTS = 31, 160, 4
+from tests.fixtures.small_engine import (
+    SLOTS,
+    VOCAB,
+    ask,
+    assert_logprobs,
+    logits_of,
+    programs,
+    prompt,
+    small_engine,
+    small_model,
+)
 
 
 @pytest.fixture(scope="module")
 def model():
-    config = Qwen2Config(VOCAB, 16, 2, 2, 1, 8, 32, initializer_range=0.3)
-    return Qwen2(config, rngs=nnx.Rngs(0))
-
-
-@pytest.fixture(scope="module")
-def shared(model):
-    return JaxEngine(model, slots=SLOTS, max_length=MAX_LENGTH)
+    return small_model()
 
 
 @pytest.fixture
-def engine(model, shared):
+def engine():
     """An engine with empty slots."""
-    shared.load(nnx.split(model)[1], 0)
-    return shared
-
-
-def prompt(length, seed=0):
-    return np.random.default_rng(seed).integers(0, VOCAB, length).astype(np.int32)
-
-
-def ask(session, ids, max_tokens=6, temperature=1.0, stop_ids=(), draw=0, **sampling):
-    ids = np.asarray(ids, np.int32)
-    return Request(session, ids, words(draw, "test"), Sampling(max_tokens, temperature, stop_ids, **sampling))
-
-
-@jax.jit
-def forward(model, ids):
-    positions = jnp.arange(ids.shape[0], dtype=jnp.int32)[None]
-    return (model(ids[None], positions, jnp.ones_like(positions)) @ model.head.T)[0]
-
-
-def logits_of(model, ids):
-    """Logits of every position by the training forward pass, padded to one compiled shape."""
-    padded = np.zeros(MAX_LENGTH, np.int32)
-    padded[: len(ids)] = ids
-    return np.asarray(forward(model, padded))[: len(ids)]
-
-
-def assert_logprobs(model, prompt_ids, completion, temperature=1.0):
-    logits = logits_of(model, np.concatenate([prompt_ids, completion.ids])) / temperature
-    expected = np.asarray(jax.nn.log_softmax(logits, axis=-1))[len(prompt_ids) - 1 : -1]
-    picked = expected[np.arange(len(completion.ids)), completion.ids]
-    np.testing.assert_allclose(completion.logprobs, picked, atol=1e-5, rtol=0)
+    return small_engine()
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 70, 100])
@@ -221,11 +194,10 @@ def test_more_sessions_than_slots_run_in_waves_and_evict_the_oldest(model, engin
 
 
 def test_new_weights_and_new_sampling_change_the_answer_without_compiling(model, engine):
-    sizes = lambda: [f._cache_size() for f in (jax_kernels.extend, jax_kernels.decode, jax_kernels.copy_slots)]  # noqa: E731
     other = Qwen2(model.config, rngs=nnx.Rngs(1))
     request = ask("a", prompt(30))
     before = engine.generate([request])[0]
-    compiled = sizes()
+    compiled = programs()
     engine.load(nnx.split(other)[1], 7)
     after = engine.generate([request])[0]
     assert (before.policy_version, after.policy_version, after.cached_tokens) == (0, 7, 0)
@@ -233,107 +205,7 @@ def test_new_weights_and_new_sampling_change_the_answer_without_compiling(model,
     for draw, (temperature, top_p, limit) in enumerate([(0.0, 1.0, 1), (0.4, 0.9, 7), (1.7, 0.3, 20)]):
         sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": limit, "draw": draw}
         engine.generate([ask(f"b{draw}", prompt(30, seed=draw + 1), stop_ids=(draw,), banned_from=20, **sampling)])
-    assert sizes() == compiled
-
-
-def job(request, **fields):
-    """The request without a session, as a server has it."""
-    return Job(replace(request, session=""), **fields)
-
-
-def run(engine, waiting, burst):
-    """Serve jobs that join as soon as there is a slot."""
-    waiting = list(waiting)
-    while waiting or engine.free_slots < SLOTS:
-        joining, waiting = waiting[: engine.free_slots], waiting[engine.free_slots :]
-        engine.admit(joining)
-        engine.decode(burst)
-
-
-def assert_equal(job, completion):
-    np.testing.assert_array_equal(np.asarray(job.ids, np.int32), completion.ids)
-    np.testing.assert_array_equal(np.asarray(job.logprobs, np.float32), completion.logprobs)
-
-
-@pytest.mark.parametrize("burst", [1, 3, None])
-def test_jobs_that_come_and_go_equal_one_call_of_generate(model, engine, burst):
-    assert isinstance(engine, StepEngine)
-    lengths = [5, 70, 33, 18, 90, 2, 41]
-    requests = [ask(f"s{n}", prompt(size, seed=n), 1 + 5 * n, draw=n) for n, size in enumerate(lengths)]
-    expected = []
-    for request in requests:
-        engine.load(nnx.split(model)[1], 0)
-        expected += engine.generate([request])
-    engine.load(nnx.split(model)[1], 0)
-    jobs = [job(request) for request in requests]
-    run(engine, jobs, burst)
-    for one, completion in zip(jobs, expected, strict=True):
-        assert one.finish == "length" and one.spans == [(0, 0)]
-        assert_equal(one, completion)
-
-
-def test_a_job_that_leaves_its_slot_goes_on_where_it_was(model, engine):
-    request = ask("a", prompt(30), 40)
-    (expected,) = engine.generate([request])
-    engine.flush()
-    one = job(request)
-    engine.admit([one])
-    engine.decode(7)
-    engine.withdraw(one)
-    assert (len(one.ids), one.finish, engine.free_slots) == (7, None, SLOTS)
-    other = job(ask("b", np.concatenate([request.prompt_ids, one.ids])))
-    engine.admit([other])
-    assert other.cached_tokens == 36  # what it left behind can be reused
-    engine.withdraw(other)
-    engine.admit([one])
-    engine.decode()
-    np.testing.assert_array_equal(np.asarray(one.ids), expected.ids)
-    np.testing.assert_allclose(np.asarray(one.logprobs), expected.logprobs, atol=1e-5)
-    assert one.cached_tokens == 0
-
-
-def test_jobs_that_run_through_a_load_mix_versions_and_leave_nothing_behind(model, engine):
-    one, other = job(ask("a", prompt(30), 9)), Qwen2(model.config, rngs=nnx.Rngs(1))
-    engine.admit([one])
-    engine.decode(4)
-    engine.load(nnx.split(other)[1], 1)
-    engine.decode()
-    assert one.spans == [(0, 0), (1, 4)]
-    (fresh,) = engine.generate([ask("b", prompt(30))])
-    assert fresh.cached_tokens == 0
-    assert_logprobs(other, prompt(30), fresh)
-
-
-@pytest.mark.parametrize("start", [0, 1, 20, 69])
-def test_prompt_scores_equal_the_training_forward(model, engine, start):
-    ids = prompt(70)
-    expected = np.asarray(jax.nn.log_softmax(logits_of(model, ids), axis=-1))[np.arange(69), ids[1:]]
-    engine.generate([ask("a", ids[:60], 1)])
-    jobs = [job(ask("b", ids, tokens, temperature=0.3), score_from=start) for tokens in (0, 2)]
-    jobs.append(job(ask("c", prompt(50, seed=1))))  # not scored, in the same batch
-    engine.admit(jobs)
-    assert (jobs[0].finish, jobs[1].finish) == ("length", None)
-    engine.decode()
-    for one in jobs[:2]:
-        assert one.cached_tokens <= start
-        np.testing.assert_allclose(np.asarray(one.prompt_logprobs), expected[start:], atol=1e-5, rtol=0)
-    assert jobs[2].prompt_logprobs is None
-    assert len(jobs[1].ids) == 2
-
-
-def test_new_jobs_reuse_the_prompt_of_a_running_one(model, engine):
-    ids = prompt(50)
-    first, second = job(ask("a", ids, 60)), job(ask("b", np.concatenate([ids, prompt(9, seed=3)]), 5))
-    engine.admit([first])
-    engine.decode(2)
-    engine.admit([second])
-    assert second.cached_tokens == 50
-    engine.decode()
-    for one in (first, second):
-        expected = logits_of(model, one.known_ids)
-        expected = np.asarray(jax.nn.log_softmax(expected, axis=-1))[len(one.request.prompt_ids) - 1 : -1]
-        picked = expected[np.arange(len(one.ids)), one.ids]
-        np.testing.assert_allclose(np.asarray(one.logprobs), picked, atol=1e-5, rtol=0)
+    assert programs() == compiled
 
 
 @pytest.mark.parametrize("part", ["_extend_rows", "_slot_arrays"])
@@ -350,31 +222,19 @@ def test_a_call_that_failed_leaves_no_slot_taken_and_nothing_to_reuse(engine, mo
     assert [completion.cached_tokens for completion in engine.generate(requests)] == [0] * SLOTS
 
 
-def test_serving_compiles_few_shapes(model):
-    sizes = lambda: [f._cache_size() for f in (jax_kernels.extend, jax_kernels.decode, jax_kernels.copy_slots)]  # noqa: E731
-    engine = JaxEngine(model, slots=SLOTS, max_length=90)  # shapes that no other test has
-    before, rng = sizes(), np.random.default_rng(0)
-    for burst in (1, 5, 16):
-        requests = [ask("", prompt(rng.integers(1, 80), seed=n), int(rng.integers(0, 10)), draw=n) for n in range(12)]
-        run(engine, [job(one, score_from=None if n % 2 else 0) for n, one in enumerate(requests)], burst)
-    extend, decode, copy = np.subtract(sizes(), before)
-    assert extend <= 4 and decode == 1 and copy <= 1  # (16, 64) tokens, scored or not; one width
-
-
 @pytest.mark.medium
 def test_an_engine_over_a_mesh_equals_one_device(run_on_devices):
     assert run_on_devices(4, "from tests.fixtures.serving import main; main()").strip() == "equal"
 
 
 def test_few_shapes_are_compiled(model):
-    sizes = lambda: [f._cache_size() for f in (jax_kernels.extend, jax_kernels.decode, jax_kernels.copy_slots)]  # noqa: E731
     engine = JaxEngine(model, slots=3, max_length=100)  # shapes that no other test has
-    before = sizes()
+    before = programs()
     for length in (1, 20, 50, 90):
         sampling = {"temperature": length / 50, "top_p": 1 - length / 200, "max_tokens": 1 + length % 5}
         engine.generate([ask(f"s{length}", prompt(length, seed=length % 2), **sampling)])
         engine.generate([ask(f"t{length}", prompt(length, seed=length % 2), **sampling), ask("u", [1])])
-    extend, decode, copy = np.subtract(sizes(), before)
+    extend, decode, copy = np.subtract(programs(), before)
     assert extend <= 4 and decode <= 2 and copy <= 1  # (16, 64) tokens × (64, 100) columns; 2 widths
 
 
