@@ -32,6 +32,7 @@ VERSION: str = __version__  # of the scienceworld package
 START_TIMEOUT_S = 120.0
 STARTS = 3  # of a process that is killed meanwhile
 END_S = 0.5  # from the end of its output to its own
+PREFIX = "empo2-scienceworld-"  # of its working directory
 LOADS_PER_JVM = 1000  # then it counts as worn out and is replaced between episodes
 MEMORY_LIMIT_MB = 200.0  # above it too; one with `LEAN_FLAGS` stays below 130
 
@@ -82,7 +83,7 @@ class Jvm:
         self._ending = threading.Lock()
         self._killed = False
         # The simulator writes a table of its objects into its working directory.
-        self._scratch = Scratch("empo2-scienceworld-")
+        self._scratch = Scratch(PREFIX)
         try:
             self._process, self._gateway, self._server = _started(flags, self._scratch.path, timeout_s)
         except EnvError:

