@@ -1,5 +1,6 @@
 """Snapshots of a run directory: whole or absent, checked, with one owner; a run that moves to another machine."""
 
+import fcntl
 import json
 import logging
 import os
@@ -15,10 +16,10 @@ from typing import IO
 
 import pytest
 
-from empo2_jax import snapshots
+from empo2_jax import snapshots, storage
 from empo2_jax.cli import main
 from empo2_jax.errors import CheckpointError
-from empo2_jax.storage import Mirror, fetch, push
+from empo2_jax.storage import Mirror, fetch, push, take_over
 from tests.fixtures.processes import LIMIT_S, SUICIDE, assert_same, empo2, finish, start, train_arguments
 
 
@@ -250,6 +251,34 @@ def test_a_fetch_that_fails_leaves_what_was_there_before(
     assert main(["fetch", url, str(tmp_path / "new/here")]) == 2
     assert "checkpoints/1/state: its object is missing" in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_interrupted_fetch_leaves_nothing(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(action: str, run_dir: Path, url: str) -> str:
+        (run_dir / storage.DRAFT / "checkpoints").mkdir(parents=True)
+        (run_dir / storage.LOCK).touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(storage, "_child", killed)
+    with pytest.raises(KeyboardInterrupt):
+        take_over(tmp_path / "new/here", url)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_that_its_holder_removed_is_made_again(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, flock, waits = make_run(tmp_path / "run"), fcntl.flock, []
+
+    def waiting(file: IO[str], how: int) -> None:
+        waits.append(how)
+        if len(waits) == 1:
+            (run / storage.LOCK).unlink()
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", waiting)
+    assert push(run, url) == 1
+    assert len(waits) == 2 and (run / storage.LOCK).exists()
 
 
 class Server:
