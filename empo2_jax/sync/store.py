@@ -14,6 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -71,6 +72,8 @@ class VersionStore:
         self.root = root
         self._keep, self._durable, self._timeout_s = keep, durable, timeout_s
         self._process, self._processes = process, processes
+        self._flusher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="flush")
+        self._flushing: list[Future[None]] = []  # files of this draft on their way to the disk
         if process == 0:
             try:
                 root.mkdir(parents=True, exist_ok=True)
@@ -87,6 +90,7 @@ class VersionStore:
 
     def close(self) -> None:
         """Release the lock."""
+        self._flusher.shutdown()
         if self._process == 0:
             self._lock.close()
 
@@ -99,6 +103,7 @@ class VersionStore:
         """
         if (numbers := versions(self.root)) and version <= numbers[-1]:
             raise SyncError(f"{self.root}: version {version} after {numbers[-1]}; published versions never go back")
+        self._flushing = []
         draft.mkdir(exist_ok=True)
         if self._process == 0:
             for late in set(self.root.glob(".draft-*")) - {draft}:
@@ -118,6 +123,8 @@ class VersionStore:
         entry = FileEntry(plan.size, shard_checksum(plan.header, sums.values()))
         if not self._link(draft, file, entry, lambda path: same_bytes(path, plan, tensors)):
             write_tensors(draft / file, plan, tensors)
+            if self._durable:  # the disk works while the next file is made
+                self._flushing.append(self._flusher.submit(sync, draft / file))
         return Part({name: TensorEntry(file, tensors[name].shape, sums[name]) for name in tensors}, {file: entry})
 
     def write_delta(self, draft: Path, file: str, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> Part:
@@ -152,6 +159,8 @@ class VersionStore:
             OSError: the disk does not take it.
         """
         final = self.root / str(version)
+        for file in self._flushing:
+            file.result()
         if self._process:
             _write_json(draft / f".part-{self._process}", asdict(part))
             self._await(final.is_dir, draft.is_dir, f"{final}: the first process did not finish the version")
