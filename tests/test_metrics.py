@@ -90,7 +90,11 @@ def test_numpy_and_infinite_values_are_valid_json(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "no such file"), ('{"iteration":0}\nnonsense\n', "line 2 is not JSON"), ("{}\n", "no integer `iteration`")],
+    [
+        (None, "no metrics.jsonl: not a run directory, or that of a run before its first iteration; try again once"),
+        ('{"iteration":0}\nnonsense\n', "line 2 is not JSON"),
+        ("{}\n", "no integer `iteration`"),
+    ],
 )
 def test_unreadable_metrics_are_named(tmp_path: Path, content: str | None, message: str) -> None:
     if content is not None:

@@ -187,9 +187,7 @@ def test_a_dry_run_says_what_is_finished_and_touches_nothing(
     ]
 
 
-def test_a_dry_run_refuses_what_the_study_would(
-    tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_refuses_what_the_study_would(tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     path, out, other = make_study(tmp_path), tmp_path / "out", tmp_path / "other"
     other.mkdir()
     runner.run_studies([make_study(other)], out, seeds=1)
