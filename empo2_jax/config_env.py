@@ -27,9 +27,10 @@ class EnvConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "EnvConfig":
-        if self.data and self.products != type(self).model_fields["products"].default:
+        default = type(self).model_fields["products"].default
+        if self.data and self.products != default:
             raise ValueError(
                 f"env.data = {self.data!r} with env.products = {self.products}, the size of the synthetic catalogue "
-                "that stands in where there is no data; one of the two is allowed"
+                f"that stands in where there is no data; with data, {default} (the default) is allowed"
             )
         return self

@@ -17,9 +17,9 @@ def uninterrupted() -> Generator[None, None, None]:
     numbers = (signal.SIGINT, signal.SIGTERM)
     answers = {number: answer for number in numbers if callable(answer := signal.getsignal(number))}
     came: list[tuple[int, FrameType | None]] = []
-    for number in answers:
-        signal.signal(number, lambda number, frame: came.append((number, frame)))
     try:
+        for number in answers:
+            signal.signal(number, lambda number, frame: came.append((number, frame)))
         yield
     finally:
         for number, answer in answers.items():

@@ -109,9 +109,10 @@ def _traceless(run_dir: Path) -> Generator[None, None, None]:
     finally:
         with contextlib.suppress(FileNotFoundError, BlockingIOError), (run_dir / LOCK).open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(run_dir / DRAFT, ignore_errors=True)
-            if not (run_dir / STATE).exists():
-                (run_dir / LOCK).unlink()
+            if _is_at(run_dir / LOCK, lock):
+                shutil.rmtree(run_dir / DRAFT, ignore_errors=True)
+                if not (run_dir / STATE).exists():
+                    (run_dir / LOCK).unlink()
         for folder in made:
             with contextlib.suppress(OSError):  # it has something in it
                 folder.rmdir()
@@ -239,15 +240,20 @@ def _write_state(run_dir: Path, state: dict[str, str]) -> None:
 def _child(action: str, run_dir: Path, url: str) -> str:
     """Run `push` or `fetch` as a process; returns why it failed, "" if it did not."""
     command = [sys.executable, "-m", "empo2_jax.storage", action, str(run_dir), url]
-    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": LIMIT_S, "start_new_session": True}
+    options: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "start_new_session": True}
     try:
-        done = subprocess.run(command, check=False, **options)
+        with subprocess.Popen(command, text=True, **options) as process:
+            try:
+                _, errors = process.communicate(timeout=LIMIT_S)
+            finally:  # after Ctrl-C too it is over when this returns
+                process.kill()
+                process.wait()
     except subprocess.TimeoutExpired:
         return f"not done within {LIMIT_S:g} s"
     except OSError as error:  # no memory for a process
         return str(error)
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
-    return "" if done.returncode == 0 else lines[-1] if lines else f"exit code {done.returncode}"
+    lines = [line for line in errors.splitlines() if line.strip()]
+    return "" if process.returncode == 0 else lines[-1] if lines else f"exit code {process.returncode}"
 
 
 def main(action: str, run_dir: Path, url: str) -> int:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -24,7 +25,7 @@ from empo2_jax.rollout.base import Completion, Engine, Measured, Request
 
 EXIT_STUCK = 124
 POLL_S = 0.5
-STOPPING = "stopping: an update is finished, a rollout is not, then a checkpoint is written; Ctrl-C again ends at once"
+STOPPING = "stopping: what is complete is saved, an update is finished before; Ctrl-C again ends at once"
 
 
 class Watch:
@@ -57,9 +58,11 @@ class Watch:
     ) -> None:
         """Stop watching."""
         self._done.set()
-        self._thread.join()
-        for number, answer in self._before.items():
-            signal.signal(number, answer)
+        try:
+            self._thread.join()
+        finally:
+            for number, answer in self._before.items():
+                signal.signal(number, answer)
 
     @property
     def asked(self) -> bool:
@@ -91,10 +94,11 @@ class Watch:
         while not self._done.wait(POLL_S):
             if self._asked.is_set():
                 if not told:
-                    if self.interrupted:
-                        note(STOPPING)
                     self._gang.tell_stop()
                     told = True
+                    if self.interrupted:
+                        with suppress(OSError, SystemExit):  # Ctrl-C has ended the reader of a pipe too
+                            note(STOPPING)
             elif self._gang.told_stop():
                 self._asked.set()
             idle = time.monotonic() - self._last

@@ -1,7 +1,7 @@
 """A folder of this process for what a simulator writes. One whose process was killed is removed by the next start.
 
 Its owner holds a lock in it, which the kernel frees with the process, and which also counts between containers that
-share a disk. A folder without a lock file, or of another user, is never touched.
+share a disk. A folder without a lock file is never touched.
 """
 
 import fcntl

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -136,12 +137,10 @@ class Collector:
         done: dict[str, Episode] = {}
         waiting, seldom = list(assignments), Seldom()
 
-        def tell(ended: int, step: int) -> None:
-            seldom.note(f"acting: {len(done) + ended} of {len(assignments)} episodes have ended; step {step}")
-
         for _ in range(self._rollout.retries + 1):
             for start in range(0, len(waiting), self._rollout.slots):
-                wave = waiting[start : start + self._rollout.slots]
+                wave, before = waiting[start : start + self._rollout.slots], len(assignments) - len(waiting) + start
+                tell = partial(_tell, seldom, before, len(assignments))
                 for episode in self._wave(wave, temperature, memory, writer, tell):
                     done[episode.id] = episode
             waiting = [item for item in assignments if not done[item.id].stop_reason.valid]
@@ -293,3 +292,7 @@ class Collector:
             live.stop = StopReason.DONE
         elif len(live.steps) == self._step_limit:
             live.stop = StopReason.STEP_LIMIT
+
+
+def _tell(seldom: Seldom, before: int, total: int, ended: int, step: int) -> None:
+    seldom.note(f"acting: {before + ended} of {total} episodes have ended; step {step}")

@@ -1,5 +1,7 @@
 """Folders of simulators: those of a killed process go when the next one starts, those of a living one stay."""
 
+import fcntl
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -49,16 +51,16 @@ def test_the_folder_of_a_killed_process_goes_and_those_of_living_ones_stay(tempo
 def test_a_folder_that_was_swept_before_it_was_locked_is_made_again(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, folders = tempfile.TemporaryDirectory, []
+    flock, swept = fcntl.flock, []
 
-    def swept_once(**options):
-        folders.append(made(**options))
-        if len(folders) == 1:
-            Path(folders[0].name).rmdir()
-        return folders[-1]
+    def swept_once(file, how: int) -> None:
+        if not swept:
+            swept.append(Path(file.name).parent)
+            shutil.rmtree(swept[0])
+        flock(file, how)
 
-    monkeypatch.setattr(tempfile, "TemporaryDirectory", swept_once)
+    monkeypatch.setattr(fcntl, "flock", swept_once)
     scratch = Scratch("empo2-test-")
-    assert [str(scratch.path)] == [folder.name for folder in folders[1:]] and scratch.path.is_dir()
+    assert scratch.path.is_dir() and [scratch.path] != swept and list(temporary.iterdir()) == [scratch.path]
     scratch.remove()
     assert list(temporary.iterdir()) == []

@@ -83,7 +83,7 @@ def test_killed_while_both_work_it_trains_on_nothing_twice_and_repeats_nothing(r
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_stop_ends_both_threads_in_one_line_and_the_run_goes_on(
-    number: signal.Signals, code: int, reference: Path, tmp_path: Path
+    number: signal.Signals, code: int, tmp_path: Path
 ) -> None:
     run_dir, rarely = tmp_path / "run", ("--checkpoint.every", "9")
     process = start(*arguments(run_dir, *rarely))

@@ -10,6 +10,7 @@ from empo2_jax.envs import toy
 from empo2_jax.errors import EngineError
 from empo2_jax.memory.hashing_embedder import HashingEmbedder
 from empo2_jax.randomness import words
+from empo2_jax.rollout import collect
 from empo2_jax.rollout.collect import Assignment
 from empo2_jax.rollout.reflect import ScriptedTipWriter
 from empo2_jax.rollout.replay import ReplayEngine
@@ -189,6 +190,21 @@ def test_a_failure_is_retried_with_the_same_draws(step: int):
     assert [seed for variation, seed in shaken.seeds if variation == 1] == [dict(calm.seeds)[1]] * 2
     assert dict(calm.seeds)[1] == words(0, "environment", "b")[0]
     assert (calm.closed, shaken.closed) == (2, 3)
+
+
+def test_a_long_rollout_tells_how_many_episodes_have_ended_for_good(monkeypatch: pytest.MonkeyPatch):
+    said: list[str] = []
+    monkeypatch.setattr(collect.Seldom, "note", lambda self, text: said.append(text))
+    assignments = [Assignment(name, corridor(number)) for number, name in enumerate("abc")]
+    run(CorridorFamily(2, {(1, 1): 1}), assignments, slots=2, retries=1)
+    assert said == [
+        "acting: 1 of 3 episodes have ended; step 1",  # b, by an error
+        "acting: 2 of 3 episodes have ended; step 2",
+        "acting: 2 of 3 episodes have ended; step 1",  # c
+        "acting: 3 of 3 episodes have ended; step 2",
+        "acting: 2 of 3 episodes have ended; step 1",  # b again
+        "acting: 3 of 3 episodes have ended; step 2",
+    ]
 
 
 @pytest.mark.parametrize("retries", [0, 2])

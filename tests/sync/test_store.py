@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from empo2_jax.errors import SyncError
+from empo2_jax.sync import store as store_module
 from empo2_jax.sync.bundle import lease
 from empo2_jax.sync.manifest import read_manifest, versions
 from empo2_jax.sync.store import Part, VersionStore
@@ -22,9 +23,15 @@ NAMES = ("a", "b")
 
 @contextmanager
 def store(
-    root: Path, *, keep: int = 9, process: int = 0, processes: int = 1, timeout_s: float = 20.0
+    root: Path,
+    *,
+    keep: int = 9,
+    process: int = 0,
+    processes: int = 1,
+    timeout_s: float = 20.0,
+    durable: bool = False,
 ) -> Generator[VersionStore]:
-    made = VersionStore(root, keep=keep, durable=False, process=process, processes=processes, timeout_s=timeout_s)
+    made = VersionStore(root, keep=keep, durable=durable, process=process, processes=processes, timeout_s=timeout_s)
     try:
         yield made
     finally:
@@ -50,6 +57,25 @@ def test_equal_shards_share_an_inode_over_generations(tmp_path: Path) -> None:
     assert len({(folder / "a.safetensors").stat().st_ino for folder in folders}) == 1
     assert len({(folder / "b.safetensors").stat().st_ino for folder in folders}) == 3
     assert (folders[0] / "a.safetensors").stat().st_nlink == 3
+
+
+def test_a_shard_that_does_not_reach_the_disk_makes_no_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+
+    def failing_once(path: Path) -> None:
+        synced.append(path.name)
+        if synced.count("b.safetensors") == 1 and path.name == "b.safetensors":
+            raise OSError("the disk is gone")
+
+    with store(tmp_path, durable=True) as target:
+        monkeypatch.setattr(store_module, "sync", failing_once)
+        with pytest.raises(OSError, match="the disk is gone"):
+            add(target, 1, 1, 1)
+        assert versions(tmp_path) == []
+        target.discard(tmp_path / ".draft-1", "the disk is gone")
+        add(target, 2, 1, 1)
+    assert versions(tmp_path) == [2]
+    assert synced == ["a.safetensors", "b.safetensors"] * 2 + [tmp_path.name]
 
 
 def test_a_restarted_writer_links_too(tmp_path: Path) -> None:
