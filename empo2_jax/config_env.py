@@ -20,7 +20,11 @@ class EnvConfig(Section):
     examples: int = Field(0, ge=0, description="ScienceWorld: worked examples of the same task in the first turn")
     workers: Positive = Field(2, description="environments stepped at the same time (threads)")
     step_timeout_s: float = Field(60.0, gt=0, description="seconds after which a call of the simulator has failed")
-    data: str = Field("", description="WebShop: data folder or product file; empty = a synthetic catalogue")
+    data: str = Field(
+        "",
+        description="WebShop: data folder or product file; empty = a synthetic catalogue. ALFWorld: data folder; "
+        "empty = $ALFWORLD_DATA",
+    )
     products: Positive = Field(400, description="WebShop: products of the synthetic catalogue")
     nouns: Literal["rules", "spacy"] = Field("rules", description="WebShop: how nouns of titles are found")
     invalid_penalty: NonNegative = Field(0.0, description="WebShop: points off the reward for a refused action")

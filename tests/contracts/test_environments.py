@@ -8,6 +8,8 @@ import random
 import threading
 import time
 from functools import partial
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -15,6 +17,7 @@ import empo2_jax.envs
 from empo2_jax.envs.base import Environment, EnvironmentFamily
 from empo2_jax.envs.gymnasium import GymnasiumFamily
 from empo2_jax.errors import ConfigError, EnvError
+from tests.fixtures import kitchen
 
 # Arguments with which a family is small; modules not named here must work without any.
 ARGUMENTS = {
@@ -46,7 +49,7 @@ class Doors:
         pass
 
 
-def doors() -> EnvironmentFamily:
+def doors(folder: Path) -> EnvironmentFamily:
     return GymnasiumFamily("doors", {"three": Doors}, splits={"train": 3, "dev": 1, "test": 1})
 
 
@@ -56,8 +59,14 @@ def families() -> list:
     for name in [module.name for module in pkgutil.iter_modules(empo2_jax.envs.__path__)]:
         module = importlib.import_module(f"empo2_jax.envs.{name}")
         if "family" in vars(module):
-            found.append(pytest.param(partial(module.family, **ARGUMENTS.get(name, {})), id=name))
+            found.append(pytest.param(partial(made, module), id=name))
     return found
+
+
+def made(module: ModuleType, folder: Path) -> EnvironmentFamily:
+    name = module.__name__.rpartition(".")[2]
+    arguments = {"data": str(kitchen.write(folder))} if name == "alfworld" else ARGUMENTS.get(name, {})
+    return module.family(**arguments)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,11 +77,11 @@ def cache(tmp_path_factory):
 
 
 @pytest.fixture(scope="module", params=families())
-def family(request):
+def family(request, tmp_path_factory):
     try:
-        family = request.param()
+        family = request.param(tmp_path_factory.mktemp("data"))
     except EnvError as error:
-        if "textworld" not in str(error):  # the one world outside the default extras
+        if "textworld" not in str(error):  # the worlds outside the default extras
             raise
         pytest.skip(str(error))
     yield family
