@@ -85,7 +85,7 @@ def test_an_unknown_key_names_the_nearest(values: dict[str, Any], unknown: str, 
         ({"run": {"mirror": "/a/folder"}}, r"run\.mirror = '/a/folder': a URL with its scheme is allowed"),
         (
             {"env": {"name": "webshop", "data": "shop", "products": 80}},
-            r"env\.data = 'shop' with env\.products = 80, the size of the synthetic catalogue .*one of the two is",
+            r"env\.data = 'shop' with env\.products = 80, the size of the synthetic catalogue .*400 \(the default\) is",
         ),
     ],
 )
