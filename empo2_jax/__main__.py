@@ -1,5 +1,6 @@
-"""`empo2` and `python -m empo2_jax`: the command line, also answering a Ctrl-C that strikes while it is imported."""
+"""`empo2` and `python -m empo2_jax`: the command line, also answering a Ctrl-C that strikes before or after it."""
 
+import signal
 import sys
 
 from empo2_jax.interrupts import uninterrupted
@@ -10,7 +11,9 @@ def main() -> int:
     try:
         with uninterrupted():
             from empo2_jax import cli
-        return cli.main()
+        code = cli.main()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is over: an exit handler would answer with a traceback
+        return code
     except KeyboardInterrupt:  # before or after `cli.main` could answer itself
         print("interrupted", file=sys.stderr)
         return 130

@@ -25,7 +25,7 @@ class RunConfig(Section):
     """The run as a whole."""
 
     name: str = Field("run", description="name of the run; the run directory defaults to runs/<name>")
-    dir: str = Field("", description="run directory; empty = runs/<name>")
+    dir: str = Field("", pattern=r"^[^\\]*$", description="run directory, no backslash in it; empty = runs/<name>")
     seed: int = Field(0, ge=0, description="seed of every draw of the run")
     iterations: int = Field(100, ge=0, description="iterations (rollout + update) of the whole run")
     tensorboard: bool = Field(True, description="write TensorBoard event files beside metrics.jsonl")
@@ -199,7 +199,7 @@ class IntrinsicConfig(Section):
 class UpdateConfig(Section):
     """The optimizer and its batches."""
 
-    learning_rate: float = Field(1e-6, gt=0, description="constant after the warm-up")
+    learning_rate: float = Field(1e-6, gt=0, le=1, description="constant after the warm-up")
     warmup_updates: int = Field(0, ge=0, description="updates with a linearly growing rate")
     weight_decay: NonNegative = Field(0.01, description="AdamW's decoupled weight decay")
     beta1: Probability = Field(0.9, description="AdamW β1")

@@ -1,5 +1,6 @@
 """Configurations as TOML: files with the presets they extend, overrides of the command line, and the resolved text."""
 
+import json
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def parse_override(text: str) -> tuple[list[str], Any]:
         raise ConfigError(f"override `{text}`: section.key=value is expected")
     try:
         value = tomllib.loads(f"v = {raw}")["v"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = raw
     return key.strip().split("."), value
 
@@ -62,7 +63,7 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise ConfigError(f"{path}: `extends` runs in a circle")
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # the parser's own, of numbers without end and of deep nesting
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     parent = values.pop("extends", None)
     _apply_panel(values, path.parent, str(path))
@@ -111,7 +112,7 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
     return repr(value)

@@ -1,5 +1,7 @@
 """What the terminal shows while a run goes on: a live line on a terminal, one plain line per iteration elsewhere."""
 
+import os
+import sys
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -19,13 +21,26 @@ SHOWN = (
 )
 
 
+class Terminal(Console):
+    """Standard error. A run whose reader has gone (`| head`) goes on and is silent from then on."""
+
+    def __init__(self) -> None:
+        super().__init__(stderr=True)
+
+    def on_broken_pipe(self) -> None:
+        """Everything goes nowhere; Rich would end the program."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stderr.fileno())
+        os.close(nowhere)
+
+
 class RunProgress:
     """Context manager around the loop of a run; `update` after every iteration."""
 
     def __init__(self, total: int, done: int = 0, console: Console | None = None, unit: str = "iteration") -> None:
         """`total` iterations (or what `unit` says) of the run, `done` of them in earlier processes."""
         self._unit = unit
-        self._console = console or Console(stderr=True)
+        self._console = console or Terminal()
         self._total, self._begin, self._done = total, done, done
         self._started = time.monotonic()
         self._bar: Progress | None = None
@@ -82,7 +97,7 @@ class Seldom:
 
 def note(text: str, console: Console | None = None) -> None:
     """One plain line on the terminal, for example what a long phase is doing."""
-    (console or Console(stderr=True)).print(text, markup=False, highlight=False, soft_wrap=True)
+    (console or Terminal()).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def summary(metrics: Mapping[str, Number]) -> str:

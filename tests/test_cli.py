@@ -163,6 +163,18 @@ def test_a_signal_is_one_line_and_its_exit_code(number: signal.Signals, code: in
     assert errors == f"{said}; resume with: empo2 report 'some run'\n"
 
 
+def test_ctrl_c_after_the_last_line_changes_nothing() -> None:
+    script = (
+        "import atexit, os, signal, sys\n"
+        "atexit.register(lambda: (os.kill(os.getpid(), signal.SIGINT), print('end')))\n"
+        "from empo2_jax.__main__ import main\n"
+        "sys.argv = ['empo2', 'report', 'nowhere']; sys.exit(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "end\n")
+    assert done.stderr == "error: nowhere: not a run directory; those, or one results.json of a study, are allowed\n"
+
+
 def test_tips_of_a_run_are_listed_best_first(tmp_path: Path) -> None:
     import jax.numpy as jnp
 

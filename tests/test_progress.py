@@ -1,6 +1,8 @@
 """Progress: plain lines without a terminal, a live line on one."""
 
 import io
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -31,6 +33,27 @@ def test_live_line_on_a_terminal() -> None:
 def test_summary_and_clock() -> None:
     assert summary({}) == ""
     assert clock(3725.4) == "1:02:05"
+
+
+def test_a_reader_that_has_gone_silences_the_run() -> None:
+    source = (
+        "import sys, time\n"
+        "from empo2_jax.progress import RunProgress, note\n"
+        "sys.stdin.readline()\n"
+        "note('one')\n"
+        "with RunProgress(2) as progress:\n"
+        "    progress.update(1, {})\n"
+        "print('two', file=sys.stderr)\n"
+        "print('done', flush=True)\n"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", source], text=True, **pipes) as process:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        process.stderr.close()
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.read() == "done\n"
+        assert process.wait() == 0
 
 
 def test_a_long_phase_tells_of_itself_once_a_minute(

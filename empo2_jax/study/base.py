@@ -7,6 +7,7 @@ another `base`. `adaptation_trials` and `adaptation_arms` ask for test-time adap
 
 import hashlib
 import json
+import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from empo2_jax.run_record import identity
 
 MAX_SEEDS = 1000
 STARTS = "starts"  # folder of the warm starts that the runs of a study share
+_NAME = re.compile(r"\w[\w+.-]*")
 
 
 class StudyFile(BaseModel):
@@ -99,8 +101,13 @@ def load_study(path: Path) -> Study:
         raise ConfigError(f"{path}: not a study: {error.strerror}") from None
     except ValidationError as error:
         raise ConfigError(f"{path}: not a study: {wrong_value(error.errors()[0])}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not a study: {error}") from None
+    for name in file.arms:
+        if not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"{path}: arm {name!r}: letters, digits, `_`, `-`, `+` and `.` are allowed, as it is a folder's name"
+            )
     base, common = path.parent / file.base, _flat(file.common)
     arms = {name: _arm(name, base, path.parent, common, arm) for name, arm in file.arms.items()}
     if STARTS in arms:

@@ -33,6 +33,7 @@ def test_the_toy_study_compares_what_the_readme_says() -> None:
         ("base = ", "not a study: Invalid value"),
         ('base = "base.toml"\nseeds = 2\nreference = "b"\n[arms.a]', "not one of the arms a"),
         ('base = "base.toml"\nseeds = 2\nreference = "starts"\n[arms.starts]', "an arm cannot be called starts"),
+        ('base = "base.toml"\nseeds = 2\nreference = "../a"\n[arms."../a"]', r"arm '\.\./a': letters, digits"),
         ('base = "base.toml"\nseeds = 2\nreference = "a"\nseed = 1\n[arms.a]', "unknown key `seed`"),
         ('base = "base.toml"\nseeds = 0\nreference = "a"\n[arms.a]', "seeds = 0: at least 1 is allowed"),
         ('base = "base.toml"\nseeds = 1001\nreference = "a"\n[arms.a]', "seeds = 1001: at most 1000 is allowed"),
