@@ -174,7 +174,7 @@ class EpisodeLog:
         self._decode = decode
         if last is not None:
             for path in self._folder.glob("*.jsonl"):
-                if int(path.stem) > last:
+                if path.stem.isdecimal() and int(path.stem) > last:
                     path.unlink()
 
     def write(self, iteration: int, episodes: Sequence[Episode], limit: int) -> Path | None:

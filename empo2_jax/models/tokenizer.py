@@ -44,8 +44,10 @@ class Tokenizer:
         specials = {name: _text(settings[name]) for name in _SPECIALS if settings.get(name) is not None}
         try:
             backend = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **specials)
-        except (ValueError, KeyError, TypeError) as error:
+        except Exception as error:  # the parser raises nothing narrower
             raise DataError(f"{folder / 'tokenizer.json'}: not a tokenizer: {error}") from error
+        if not backend.get_vocab():
+            raise DataError(f"{folder / 'tokenizer.json'}: a tokenizer without tokens")
         stop_ids = _stop_ids(folder, backend)
         if not stop_ids:
             raise DataError(f"{folder}: no stop token; expected eos_token_id in generation_config.json or config.json")

@@ -94,3 +94,17 @@ def test_missing_parts_are_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("[]")
     with pytest.raises(DataError, match="expected a JSON object"):
         Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{}", "not a tokenizer: "),
+        ('{"model": {"type": "BPE", "vocab": {}, "merges": []}}', "a tokenizer without tokens"),
+        ('{"model": {"type": "nonsense"}}', "not a tokenizer: "),
+    ],
+)
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(DataError, match=rf"tokenizer\.json: {message}"):
+        Tokenizer.load(tmp_path)
