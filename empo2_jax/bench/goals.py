@@ -15,7 +15,7 @@ from empo2_jax.bench.base import Result
 
 WALL_CLOCK = ("wall_ratio", "seconds", "blocked_seconds", "gb_per_second")
 # case → figure → {least: x} or {most: x}; with {accepted: y, adr: n} a miss up to y is explained by docs/adr/n
-Goals = Mapping[str, Mapping[str, Mapping[str, float]]]
+Goals = Mapping[str, Mapping[str, Mapping[str, float | int]]]
 
 
 class Verdict(NamedTuple):
@@ -57,7 +57,7 @@ def judge(results: Sequence[Result], goals: Goals) -> list[Verdict]:
     return verdicts
 
 
-def _verdict(case: str, figure: str, value: float, goal: Mapping[str, float]) -> Verdict:
+def _verdict(case: str, figure: str, value: float, goal: Mapping[str, float | int]) -> Verdict:
     (side,) = goal.keys() & {"least", "most"}
     sign = 1 if side == "least" else -1
     met = sign * value >= sign * goal[side]

@@ -17,6 +17,7 @@ from empo2_jax.rollout.collect import Assignment
 from empo2_jax.rollout.openings import check_openings
 from empo2_jax.rollout.replay import ReplayEngine
 from empo2_jax.types import Task
+from tests.fixtures.processes import alive
 from tests.fixtures.worlds import make_collector, spoken, word_chat
 
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 import pytest
 
@@ -13,13 +12,7 @@ from empo2_jax.envs.scienceworld_jvm import PREFIX, STARTS, Jvm, java_path
 from empo2_jax.envs.scienceworld_tasks import TASKS
 from empo2_jax.envs.scratch import sweep
 from empo2_jax.errors import EnvError
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+from tests.fixtures.processes import alive
 
 
 @pytest.mark.parametrize(
