@@ -80,7 +80,7 @@ class RolloutConfig(Section):
     tasks_per_iteration: Positive = Field(16, description="P: tasks drawn per iteration")
     group_size: Positive = Field(8, description="G: episodes per task")
     temperature: float = Field(1.0, gt=0, description="sampling temperature of training episodes; also the learner's")
-    top_p: float = Field(1.0, gt=0, le=1, description="nucleus of the sampling; training needs 1")
+    top_p: float = Field(1.0, gt=0, le=100, description="nucleus of the sampling; training needs 1")
     max_action_tokens: Positive = Field(32, description="tokens per action")
     max_length: Positive = Field(4500, description="tokens of one episode, prompts and answers; ends with `length`")
     slots: Positive = Field(16, description="episodes at a time; with the in-process engine each holds a KV cache")
@@ -199,7 +199,7 @@ class IntrinsicConfig(Section):
 class UpdateConfig(Section):
     """The optimizer and its batches."""
 
-    learning_rate: float = Field(1e-6, gt=0, le=1, description="constant after the warm-up")
+    learning_rate: float = Field(1e-6, gt=0, le=100, description="constant after the warm-up")
     warmup_updates: int = Field(0, ge=0, description="updates with a linearly growing rate")
     weight_decay: NonNegative = Field(0.01, description="AdamW's decoupled weight decay")
     beta1: Probability = Field(0.9, description="AdamW β1")

@@ -45,7 +45,7 @@ class WarmstartConfig(Section):
     )
     batch_episodes: Positive = Field(2, description="transcripts per optimizer step")
     checkpoint_every: int = Field(100, ge=0, description="updates between checkpoints of a warm start; 0 = none")
-    learning_rate: float = Field(2e-4, gt=0, le=1, description="peak; linear warm-up, then cosine to a tenth")
+    learning_rate: float = Field(2e-4, gt=0, le=100, description="peak; linear warm-up, then cosine to a tenth")
     context_weight: float = Field(0.0, ge=0, description="loss weight of a prompt token; an answer token has 1")
     init: Literal["pretrained", "random"] = Field("pretrained", description="random: a new model of the shape below")
     hidden_size: Positive = Field(96, description="random init: d")
@@ -84,9 +84,9 @@ class RetrospexConfig(Section):
     gold: int = Field(0, ge=0, description="gold paths of training problems that the critic learns from too")
     expectile: float = Field(0.7, gt=0, lt=1, description="τ of the value's regression towards Q")
     discount: Probability = Field(0.99, description="γ per action")
-    learning_rate: float = Field(1e-4, gt=0, le=1, description="Adam's, of both critics and the value")
+    learning_rate: float = Field(1e-4, gt=0, le=100, description="Adam's, of both critics and the value")
     target_rate: float = Field(
-        0.005, gt=0, le=1, description="share of the new Q that its target takes over per update"
+        0.005, gt=0, le=100, description="share of the new Q that its target takes over per update"
     )
     updates: Positive = Field(2000, description="optimizer steps of the critic")
     batch: Positive = Field(256, description="transitions per optimizer step")

@@ -82,7 +82,7 @@ def test_an_unknown_key_names_the_nearest(values: dict[str, Any], unknown: str, 
             'run.mirror with algorithm.name = "reflexion", which has no checkpoints to send',
         ),
         ({"run": {"dir": "a\\b"}}, r"run\.dir"),
-        ({"update": {"learning_rate": 1e300}}, r"update\.learning_rate = 1e\+300: at most 1\.0 is allowed"),
+        ({"update": {"learning_rate": 1e300}}, r"update\.learning_rate = 1e\+300: at most 100\.0 is allowed"),
         ({"run": {"mirror": "bogus"}}, r"run\.mirror = 'bogus': a URL with its scheme is allowed: s3://…, gs://…"),
         ({"run": {"mirror": "/a/folder"}}, r"run\.mirror = '/a/folder': a URL with its scheme is allowed"),
         (

@@ -21,7 +21,7 @@ USES_JAX = {
     "empo2_jax.rollout.jax_kernels",
     "empo2_jax.rollout.serve",
 }
-BROAD_EXCEPT_ALLOWED = {"empo2_jax/rollout/collect.py"}  # the episode boundary
+BROAD_EXCEPT_ALLOWED = {"empo2_jax/models/tokenizer.py"}  # its parser raises nothing narrower
 
 
 def name(path: Path) -> str:

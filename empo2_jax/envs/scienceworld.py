@@ -180,9 +180,10 @@ def from_config(config: EnvConfig, *, panel: int, workers: int) -> ScienceWorldF
 def package_scores(config: EnvConfig, problems: Sequence[tuple[Task, Sequence[str]]]) -> Iterator[list[float | None]]:
     """Per problem the score after each action as the package's own client tells it, for `empo2 envs check --package`.
 
-    None where it asks which of several readings is meant: there ours may have chosen already.
+    None where it asks which of several readings is meant: there ours may have chosen already. Where `env.deterministic`
+    is set its Java is too, else the same number may stand for another reading.
     """
-    world = PackageWorld()
+    world = PackageWorld(DETERMINISTIC_FLAGS if config.deterministic else ())
     try:
         for task, actions in problems:
             seen = world.play(task, config.simplification, actions)

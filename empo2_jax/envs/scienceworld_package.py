@@ -12,16 +12,27 @@ from scienceworld import ScienceWorldEnv
 from empo2_jax.envs.scienceworld_jvm import java_path
 from empo2_jax.types import Task
 
+_OPTIONS = "JAVA_TOOL_OPTIONS"
+
 
 class PackageWorld:
     """One simulator on the Java options that the package chooses, and on the Java that ours uses."""
 
-    def __init__(self) -> None:
-        """The package calls `java`: the runtime of ours comes first on the path."""
+    def __init__(self, flags: Sequence[str] = ()) -> None:
+        """The package calls `java`: the runtime of ours comes first on the path.
+
+        `flags` are further options of Java, which come through its environment: the package has no room for them.
+        """
         folder = str(Path(java_path()).parent)
         if not os.environ["PATH"].startswith(folder):
             os.environ["PATH"] = os.pathsep.join((folder, os.environ["PATH"]))
-        self._world = ScienceWorldEnv("")
+        before = os.environ.pop(_OPTIONS, "")
+        os.environ[_OPTIONS] = " ".join((before, *flags))
+        try:
+            self._world = ScienceWorldEnv("")
+        finally:
+            os.environ.pop(_OPTIONS)
+            os.environ |= {_OPTIONS: before} if before else {}
 
     def play(self, task: Task, simplification: str, actions: Sequence[str]) -> Iterator[tuple[str, float]]:
         """Reply and score (points) after each action; the end of an episode is not minded."""
