@@ -181,9 +181,10 @@ def package_scores(config: EnvConfig, problems: Sequence[tuple[Task, Sequence[st
     """Per problem the score after each action as the package's own client tells it, for `empo2 envs check --package`.
 
     None where it asks which of several readings is meant: there ours may have chosen already. Where `env.deterministic`
-    is set its Java is too, else the same number may stand for another reading.
+    is set its Java is too, else the same number may stand for another reading. Its lists of valid actions change its
+    world (`Jvm.valid_actions`), so it makes none.
     """
-    world = PackageWorld(DETERMINISTIC_FLAGS if config.deterministic else ())
+    world = PackageWorld(DETERMINISTIC_FLAGS if config.deterministic else (), lists=False)
     try:
         for task, actions in problems:
             seen = world.play(task, config.simplification, actions)

@@ -74,6 +74,32 @@ class _Gateway(JavaGateway):
         return _Client(gateway_parameters=self.gateway_parameters)
 
 
+class _Random:
+    """The simulator's random numbers: Scala's shared generator around one `java.util.Random`."""
+
+    def __init__(self, gateway: JavaGateway) -> None:
+        self._gateway = gateway
+
+    def place(self) -> int:
+        """The state of the generator, from its documented serial form: the last eight bytes before the end mark."""
+        generator, io = self._shared().self(), self._gateway.jvm.java.io
+        data = io.ByteArrayOutputStream()
+        stream = io.ObjectOutputStream(data)
+        stream.writeObject(generator)
+        stream.close()
+        written = bytes(data.toByteArray())
+        for item in (generator, stream, data):
+            self._gateway.detach(item)
+        return int.from_bytes(written[-9:-1])
+
+    def go_to(self, place: int) -> None:
+        """Draw on from a state that `place` gave; Java mixes a seed with its multiplier."""
+        self._shared().setSeed(place ^ 0x5DEECE66D)
+
+    def _shared(self) -> Any:
+        return getattr(getattr(self._gateway.jvm.scala.util, "Random$"), "MODULE$")
+
+
 class Jvm:
     """A running simulator. Every method raises `EnvError`, with the process killed, when the JVM is dead or late."""
 
@@ -89,6 +115,7 @@ class Jvm:
         except EnvError:
             self._scratch.remove()
             raise
+        self._random = _Random(self._gateway)
         # The simulator prints; a full pipe would block it.
         self._drain = threading.Thread(target=_drain, args=(_pipes(self._process)[1],), daemon=True)
         self._drain.start()
@@ -142,8 +169,14 @@ class Jvm:
         return self._call(lambda server: server.freeActionInventory())
 
     def valid_actions(self) -> list[str]:
-        """Every action the simulator would take now, sorted: slow, up to thousands."""
-        return sorted(self._list(lambda server: server.getValidActionObjectCombinations()))
+        """Every action the simulator would take now, sorted: slow, up to thousands.
+
+        The simulator draws random numbers for its list, which would make bees fly elsewhere: they are put back.
+        """
+        place = self._call(lambda server: self._random.place())
+        listed = self._list(lambda server: server.getValidActionObjectCombinations())
+        self._call(lambda server: self._random.go_to(place))
+        return sorted(listed)
 
     def gold_actions(self, task: str, variation: int, simplification: str) -> list[str]:
         """A path that solves the task, often longer than needed.

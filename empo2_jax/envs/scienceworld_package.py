@@ -1,6 +1,6 @@
 """ScienceWorld through its package's own client, used as its documentation shows: what ours is compared with.
 
-Slow on purpose: every step lists all valid actions. Nothing here is used in training.
+Slow on purpose: every step lists all valid actions, unless asked not to. Nothing here is used in training.
 """
 
 import os
@@ -15,13 +15,21 @@ from empo2_jax.types import Task
 _OPTIONS = "JAVA_TOOL_OPTIONS"
 
 
+class _WithoutLists(ScienceWorldEnv):
+    """Lists no valid actions: a list draws the simulator's random numbers, so that bees fly elsewhere after it."""
+
+    def get_valid_action_object_combinations(self) -> list[str]:
+        return []
+
+
 class PackageWorld:
     """One simulator on the Java options that the package chooses, and on the Java that ours uses."""
 
-    def __init__(self, flags: Sequence[str] = ()) -> None:
+    def __init__(self, flags: Sequence[str] = (), *, lists: bool = True) -> None:
         """The package calls `java`: the runtime of ours comes first on the path.
 
         `flags` are further options of Java, which come through its environment: the package has no room for them.
+        `lists` is whether every step lists all valid actions, as the package does.
         """
         folder = str(Path(java_path()).parent)
         if not os.environ["PATH"].startswith(folder):
@@ -29,7 +37,7 @@ class PackageWorld:
         before = os.environ.pop(_OPTIONS, "")
         os.environ[_OPTIONS] = " ".join((before, *flags))
         try:
-            self._world = ScienceWorldEnv("")
+            self._world = (ScienceWorldEnv if lists else _WithoutLists)("")
         finally:
             os.environ.pop(_OPTIONS)
             os.environ |= {_OPTIONS: before} if before else {}
@@ -48,5 +56,6 @@ class PackageWorld:
         self._world.close()
         assert process is not None  # the package has started it
         process.wait()
+        self._world._obj_tree_tempdir.cleanup()
         for pipe in filter(None, (process.stdin, process.stdout)):
             pipe.close()

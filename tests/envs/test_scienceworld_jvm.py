@@ -75,6 +75,24 @@ def test_neither_simulator_nor_its_folder_outlives_a_killed_parent(tmp_path, mon
     assert sweep(PREFIX) == [folder] and not folder.exists()
 
 
+def test_listing_valid_actions_draws_no_random_number_of_the_episode():
+    """The simulator's list alone does: after it, bees fly elsewhere."""
+    jvm = Jvm()
+    try:
+        jvm.load("mendelian-genetics-known-plant", 0, "easy")
+        jvm.step("look around")
+        place = jvm._random.place()
+        listed = jvm.valid_actions()
+        assert "look around" in listed
+        assert jvm._random.place() == place
+        jvm._list(lambda server: server.getValidActionObjectCombinations())
+        assert jvm._random.place() != place
+        jvm._random.go_to(0x123456789ABC)
+        assert jvm._random.place() == 0x123456789ABC
+    finally:
+        jvm.kill()
+
+
 @pytest.mark.slow
 def test_the_split_table_is_that_of_the_simulator():
     jvm = Jvm()
