@@ -156,7 +156,7 @@ def _origin(config: Config) -> str:
         "model": config.model.path,
         "env": config.env.model_dump(exclude={"workers", "step_timeout_s"}),
         "warmstart": config.warmstart.model_dump(exclude={"checkpoint_every", "seed", "shared_dir"}),
-        "update": config.update.model_dump(),
+        "update": config.update.model_dump(include={"buckets", "micro_batch_tokens"}),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
