@@ -94,7 +94,8 @@ def test_runs_with_equal_settings_share_a_start(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(warmstart, "make_start", make)
     options = ("warmstart.updates=1", f'warmstart.shared_dir="{tmp_path}/starts"', "warmstart.seed=7")
     first = ensure_start(tiny(*options), toy.family(), tmp_path / "a" / "start")
-    second = ensure_start(tiny(*options, "run.seed=3", "update.learning_rate=0.5"), toy.family(), tmp_path / "b" / "start")
+    other = tiny(*options, "run.seed=3", "update.learning_rate=0.5")
+    second = ensure_start(other, toy.family(), tmp_path / "b" / "start")
     assert len(made) == 1 and made[0].parent == tmp_path / "starts"
     chex.assert_trees_all_equal(load_file(first / "model.safetensors"), load_file(second / "model.safetensors"))
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["start"]

@@ -21,7 +21,7 @@ from empo2_jax.envs.scratch import Scratch
 from empo2_jax.errors import EnvError
 
 try:
-    from py4j.java_gateway import GatewayClient, GatewayParameters, JavaGateway, find_jar_path
+    from py4j.java_gateway import GatewayClient, GatewayConnection, GatewayParameters, JavaGateway, find_jar_path
     from py4j.protocol import Py4JError
     from scienceworld.constants import JAR_PATH
     from scienceworld.version import __version__
@@ -63,7 +63,19 @@ def java_path() -> str:
 
 
 class _Client(GatewayClient):
-    """Sends a command once: py4j sends it again after an empty answer, and a step must not be taken twice."""
+    """Sends a command once: py4j sends it again after an empty answer, and a step must not be taken twice.
+
+    It also closes the socket of a connection that could not begin, which py4j leaves open.
+    """
+
+    def _create_connection(self) -> GatewayConnection:
+        connection = GatewayConnection(self.gateway_parameters, self.gateway_property)
+        try:
+            connection.start()
+        except Py4JError:
+            connection.socket.close()
+            raise
+        return connection
 
     def _should_retry(self, retry: bool, connection: object, pne: object = None) -> bool:
         return False

@@ -173,7 +173,6 @@ def test_a_simulator_that_comes_after_the_deadline_is_given_back():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*unclosed <socket")  # the bridge's, of a simulator that was killed in a call
 def test_1000_episodes_in_flight_keep_their_memory_while_simulators_are_killed():
     started: list[Jvm] = []
 

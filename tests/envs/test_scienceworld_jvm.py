@@ -5,6 +5,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -91,6 +93,26 @@ def test_listing_valid_actions_draws_no_random_number_of_the_episode():
         assert jvm._random.place() == 0x123456789ABC
     finally:
         jvm.kill()
+
+
+def test_a_call_to_a_dead_simulator_leaves_no_socket_open():
+    jvm = Jvm()
+    jvm._gateway.close(keep_callback_server=True)  # so that the next call opens a connection
+    before = open_sockets()
+    jvm._process.kill()
+    jvm._process.wait()
+    with pytest.raises(EnvError, match="Java process failed: An error occurred while trying to connect") as failure:
+        jvm.look()
+    assert open_sockets() == before
+    assert failure  # whose traceback still holds the connection
+
+
+def open_sockets() -> int:
+    links = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the one of this listing
+            links.append(entry.readlink())
+    return sum(str(link).startswith("socket:") for link in links)
 
 
 @pytest.mark.slow
