@@ -32,7 +32,7 @@ from empo2_jax.models.hf_weights import load_model, weights_hash
 from empo2_jax.models.lora import adapt, merged, split
 from empo2_jax.models.qwen2 import Qwen2
 from empo2_jax.models.qwen2_config import Qwen2Config
-from empo2_jax.models.sharding import make_mesh
+from empo2_jax.models.sharding import make_mesh, visible_devices
 from empo2_jax.models.tokenizer import Tokenizer
 from empo2_jax.ops.losses import policy_loss
 from empo2_jax.plan_costs import kv_bytes
@@ -86,7 +86,7 @@ def load_policy(config: ModelConfig, folder: Path | None = None) -> Policy:
     """Weights and tokenizer of `model.path`, or of `folder` if given, placed on the configured mesh."""
     folder = folder or model_folder(config.path)
     tokenizer = Tokenizer.load(folder)
-    mesh = make_mesh(jax.devices(), *config.mesh)
+    mesh = make_mesh(visible_devices(), *config.mesh)
     distributed.check_covers(mesh)
     model = load_model(folder, dtype=config.compute_dtype, mesh=mesh, attention=config.attention)
     tokenizer.check_fits(model.config.vocab_size, folder)

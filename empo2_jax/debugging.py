@@ -8,13 +8,13 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from empo2_jax import assembly
 from empo2_jax.checkpoint import CheckpointStore, check_same_base, state_hash
 from empo2_jax.errors import CheckpointError, ConfigError
 from empo2_jax.learner.step import LearnerState
+from empo2_jax.models.sharding import visible_devices
 from empo2_jax.recorded_updates import read_updates
 from empo2_jax.trained import run_config
 
@@ -57,10 +57,10 @@ def rerun(run_dir: Path, iteration: int) -> Generator[Rerun, None, bool | None]:
         ConfigError: the run had more devices than are here.
     """
     config, updates = run_config(run_dir), read_updates(run_dir, iteration)
-    if (devices := math.prod(config.model.mesh)) > jax.device_count():
+    if (devices := math.prod(config.model.mesh)) > (here := len(visible_devices())):
         raise ConfigError(
             f"{run_dir}: its updates were made on {devices} devices (model.mesh = {list(config.model.mesh)}), here are "
-            f"{jax.device_count()}; equal bits need the same mesh, so a machine with {devices} is needed (on CPUs "
+            f"{here}; equal bits need the same mesh, so a machine with {devices} is needed (on CPUs "
             f"JAX_NUM_CPU_DEVICES={devices})"
         )
     store = CheckpointStore(run_dir, config.checkpoint.keep)

@@ -17,7 +17,7 @@ from empo2_jax.config import Config, ModelConfig
 from empo2_jax.errors import Empo2Error
 from empo2_jax.hardware import host_memory
 from empo2_jax.models.hf_weights import read_config
-from empo2_jax.models.sharding import check_divides, make_mesh
+from empo2_jax.models.sharding import check_divides, make_mesh, visible_devices
 from empo2_jax.ops.attention_kernels import PREFERRED, obstacle, platform_of, resolve
 
 DISK_NEEDED, MEMORY_NEEDED = 6.0, 8.0  # GiB: the installable model with its checkpoints; the quickstart's peak
@@ -62,13 +62,14 @@ def mesh_fits(config: Config) -> str:
     folder = Path(config.model.path)
     if folder.is_dir():
         check_divides(read_config(folder), fsdp, tensor)
-    make_mesh(jax.devices(), data, fsdp, tensor)
-    return f"data {data} × fsdp {fsdp} × tensor {tensor} of {jax.device_count()} devices"
+    devices = visible_devices()
+    make_mesh(devices, data, fsdp, tensor)
+    return f"data {data} × fsdp {fsdp} × tensor {tensor} of {len(devices)} devices"
 
 
 def attention_kernel(model: ModelConfig) -> str:
     """The kernel that trains, and why `auto` passed over others; raises `ConfigError` if the named one cannot run."""
-    platform, folder = platform_of(jax.devices()[0]), Path(model.path)
+    platform, folder = platform_of(visible_devices()[0]), Path(model.path)
     head_dim = read_config(folder).head_dim if folder.is_dir() else None
     chosen = resolve(model.attention, platform, model.compute_dtype, head_dim)
     if model.attention != "auto":
@@ -85,12 +86,12 @@ def attention_kernel(model: ModelConfig) -> str:
 def _guarded(name: str, find: Callable[[], str], needed: bool = True) -> Check:
     try:
         return Check(name, find(), True, needed)
-    except (Empo2Error, RuntimeError, OSError) as error:  # RuntimeError: JAX without a usable backend
+    except (Empo2Error, OSError) as error:
         return Check(name, str(error).splitlines()[0], False, needed)
 
 
 def _devices() -> str:
-    devices = jax.devices()
+    devices = visible_devices()
     return f"{len(devices)} × {devices[0].device_kind} ({devices[0].platform}), jax {jax.__version__}"
 
 

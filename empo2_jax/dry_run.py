@@ -18,7 +18,7 @@ from empo2_jax.errors import ConfigError
 from empo2_jax.models.hf_weights import check_tensors
 from empo2_jax.models.qwen2_config import Qwen2Config
 from empo2_jax.models.qwen2_sizes import QWEN2_5, size_in
-from empo2_jax.models.sharding import check_divides, make_mesh
+from empo2_jax.models.sharding import check_divides, make_mesh, visible_devices
 from empo2_jax.models.tokenizer import Tokenizer
 from empo2_jax.ops.attention_kernels import platform_of, resolve
 from empo2_jax.remote_engine import server_urls
@@ -32,9 +32,9 @@ def refuse(config: Config, processes: int = 1) -> None:
         config: The experiment.
         processes: Of the run; each is taken to have as many devices as this one. 0: not known.
     """
-    mesh = config.model.mesh
+    mesh, devices = config.model.mesh, visible_devices()
     if processes == 1:
-        make_mesh(jax.devices(), *mesh)
+        make_mesh(devices, *mesh)
     elif processes and math.prod(mesh) != (count := jax.local_device_count() * processes):
         raise ConfigError(
             f"model.mesh = {list(mesh)} has {math.prod(mesh)} devices; {processes} processes of "
@@ -49,7 +49,7 @@ def refuse(config: Config, processes: int = 1) -> None:
         return
     check_divides(shape, *mesh[1:])
     assembly.check_engine(config, shape, processes)
-    resolve(config.model.attention, platform_of(jax.devices()[0]), config.model.compute_dtype, shape.head_dim)
+    resolve(config.model.attention, platform_of(devices[0]), config.model.compute_dtype, shape.head_dim)
 
 
 def _shape(config: Config) -> Qwen2Config | None:

@@ -24,6 +24,7 @@ from empo2_jax.learner.step import LearnerState
 from empo2_jax.metrics import ADAPTATIONS_FILE, JsonLines, read_jsonl
 from empo2_jax.models.hf_weights import save_model
 from empo2_jax.models.lora import merged, save_adapter
+from empo2_jax.models.sharding import visible_devices
 from empo2_jax.progress import note
 from empo2_jax.report import write_report
 from empo2_jax.rollout.base import Engine
@@ -62,7 +63,7 @@ def load_trained(run_dir: Path, step: int | None = None) -> tuple[assembly.Polic
 def _started(run_dir: Path, config: Config) -> assembly.Policy:
     """The policy at the start of the run, on the mesh of the run, or one device where this machine has fewer."""
     model = config.model
-    if math.prod(model.mesh) > jax.device_count():
+    if math.prod(model.mesh) > len(visible_devices()):
         model = model.model_copy(update={"mesh": (1, 1, 1)})
     return assembly.load_policy(model, run_dir / "start" if config.warmstart.updates else None)
 

@@ -42,6 +42,7 @@ from empo2_jax.models.hf_folder import new_folder
 from empo2_jax.models.hf_weights import save_model
 from empo2_jax.models.qwen2 import Qwen2
 from empo2_jax.models.qwen2_config import Qwen2Config
+from empo2_jax.models.sharding import visible_devices
 from empo2_jax.models.word_tokenizer import pieces_of, write_word_tokenizer
 from empo2_jax.progress import RunProgress, note
 from empo2_jax.randomness import generator
@@ -235,6 +236,7 @@ def random_policy(
         initializer_range=config.hidden_size**-0.5,
         max_position_embeddings=4096,
     )
+    visible_devices()  # which says so where there are none
     params = nnx.split(Qwen2(shape, rngs=nnx.Rngs(seed)))[1]
     save_model(folder, params, shape, tokenizer_folder=tokenizer_folder)
 

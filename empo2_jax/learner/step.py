@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from empo2_jax.errors import ConfigError
 from empo2_jax.learner.optim import Optimizer, descend, init_moments, place_moments
 from empo2_jax.models.qwen2 import Qwen2
-from empo2_jax.models.sharding import batch_shards, make_mesh, spec
+from empo2_jax.models.sharding import batch_shards, make_mesh, spec, visible_devices
 from empo2_jax.models.vocabulary import Objective, action_logprobs, action_loss
 from empo2_jax.types import TrainBatch
 
@@ -69,7 +69,7 @@ class Learner:
         self._graphdef, self._optimizer, self._objective = graphdef, optimizer, objective
         self._frozen = nnx.State({}) if frozen is None else frozen
         self._temperature, self._remat, self._offload = temperature, remat, offload_moments
-        self._mesh = make_mesh(jax.devices(), 1, 1, 1) if mesh is None else mesh
+        self._mesh = make_mesh(visible_devices(), 1, 1, 1) if mesh is None else mesh
         self.row_multiple = batch_shards(self._mesh)
         everywhere = NamedSharding(self._mesh, PartitionSpec())  # what goes to the host, whatever process that is of
         self._logprobs = jax.jit(self._forward, out_shardings=everywhere)

@@ -20,7 +20,7 @@ from jaxtyping import Array, DTypeLike, Float
 from empo2_jax.errors import DataError
 from empo2_jax.models.hf_folder import TensorReader, copy_tokenizer, new_folder, read_json, write_json, write_tensors
 from empo2_jax.models.qwen2 import Qwen2, Qwen2Config
-from empo2_jax.models.sharding import check_divides, shardings
+from empo2_jax.models.sharding import check_divides, shardings, visible_devices
 from empo2_jax.models.tensor_names import tensor_shapes
 from empo2_jax.ops.attention_kernels import platform_of, resolve
 
@@ -76,7 +76,7 @@ def load_model(
     config = read_config(folder)
     if mesh is not None:
         check_divides(config, mesh.shape["fsdp"], mesh.shape["tensor"])
-    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    device = visible_devices()[0] if mesh is None else mesh.devices.flat[0]
     kernel = resolve(attention, platform_of(device), dtype, config.head_dim)
     abstract = nnx.eval_shape(lambda: Qwen2(config, rngs=nnx.Rngs(0), dtype=dtype, attention=kernel))
     graph, params = nnx.split(abstract)

@@ -7,6 +7,7 @@ vocabulary is split over `fsdp` and `tensor` together, so that embedding and hea
 """
 
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +33,21 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "head_dim": None,
     "hidden": None,  # embedding axis of an activation and of the two vocabulary matrices
 }
+
+
+def visible_devices() -> list[jax.Device]:
+    """The devices of all processes.
+
+    Raises:
+        ConfigError: JAX can use none of those that it was told to use.
+    """
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the latter where a plug-in finds no accelerator
+        reason = (str(error) or "it finds none here").splitlines()[0]
+        raise ConfigError(
+            f"no devices for JAX_PLATFORMS = {os.environ.get('JAX_PLATFORMS', '')!r}: {reason}; cpu is always there"
+        ) from None
 
 
 def make_mesh(devices: Sequence[jax.Device], data: int, fsdp: int, tensor: int) -> Mesh:

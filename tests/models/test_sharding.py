@@ -9,9 +9,10 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from empo2_jax.doctor import diagnose
 from empo2_jax.errors import ConfigError
 from empo2_jax.models.qwen2 import Qwen2, Qwen2Config
-from empo2_jax.models.sharding import batch_shards, check_divides, make_mesh, partition, shardings
+from empo2_jax.models.sharding import batch_shards, check_divides, make_mesh, partition, shardings, visible_devices
 
 FOUR_DEVICES = """
 from functools import partial
@@ -132,3 +133,20 @@ def test_four_devices_compute_what_one_does() -> None:
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", FOUR_DEVICES], env=env, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "equal", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [(AssertionError(), "it finds none here"), (RuntimeError("no backend\nmore"), "no backend;")]
+)
+def test_a_machine_without_what_was_asked_for_is_told(
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(jax, "devices", fail)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    with pytest.raises(ConfigError, match=f"JAX_PLATFORMS = 'cuda': {said}"):
+        visible_devices()
+    checks = {check.name: check for check in diagnose()}
+    assert not checks["JAX devices"].ok and checks["JAX devices"].needed
