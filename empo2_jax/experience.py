@@ -5,6 +5,7 @@ why it may be made while the update of an earlier iteration runs (`rollout/ahead
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from empo2_jax.metrics import Stopwatch
 from empo2_jax.randomness import generator
 from empo2_jax.rollout.ahead import Rollout
 from empo2_jax.rollout.collect import Assignment, Collector
+from empo2_jax.rollout.journal import Journals
 from empo2_jax.rollout.reflect import TipWriter
 from empo2_jax.types import Episode, EpisodeGroup, Task
 
@@ -36,10 +38,14 @@ class Experience:
         memory: TipMemory,
         novelty: Novelty,
         writer: TipWriter | None,
+        journals: Journals | None = None,
     ) -> None:
-        """`tasks` are those of the train split; without a `writer` no tips are written."""
+        """`tasks` are those of the train split; without a `writer` no tips are written, without `journals` nothing of
+        a rollout that is cut off is kept.
+        """
         self._config, self._tasks, self._algorithm = config, tasks, algorithm
         self._collector, self._memory, self._novelty, self._writer = collector, memory, novelty, writer
+        self._journals = journals
 
     def make(self, iteration: int) -> Rollout:
         """The rollout of an iteration.
@@ -76,10 +82,12 @@ class Experience:
             for member in range(size)
         ]
         before = self._memory.retrievals
+        how = {"temperature": config.rollout.temperature, "memory": self._memory, "writer": self._writer}
+        journals, collector = self._journals, self._collector
+        opened = journals.open(iteration, collector.policy_version) if journals else nullcontext()
         try:
-            episodes = self._collector.collect(
-                assignments, temperature=config.rollout.temperature, memory=self._memory, writer=self._writer
-            )
+            with opened as keeper:
+                episodes = collector.collect(assignments, keeper=keeper, **how)
             refuse_many_failures(episodes)
         except (Empo2Error, Stopped):
             self._memory.retrievals = before  # what is saved now, and the run, go on as if this had not begun

@@ -37,6 +37,7 @@ from empo2_jax.randomness import generator
 from empo2_jax.recorded_updates import UpdateRecorder
 from empo2_jax.report import write_report
 from empo2_jax.rollout import ahead
+from empo2_jax.rollout.journal import Journals
 from empo2_jax.run_logs import RunLogs
 from empo2_jax.run_record import CONFIG_FILE, RunLock, check_same_run, record_command, record_config
 from empo2_jax.types import Episode, EpisodeGroup, Row
@@ -109,7 +110,9 @@ class Trainer:
         stack.callback(self.collector.close)
         self.writer = assembly.make_writer(config, self.policy, self.family) if config.algorithm.p_memory > 0 else None
         tasks = self.family.tasks("train")
-        parts = (self.collector, self.memory, self.novelty, self.writer)
+        remote, algorithm = config.rollout.engine != "jax", config.algorithm
+        self.journals = Journals(config.run_dir, self.gang.process) if remote else None
+        parts = (self.collector, self.memory, self.novelty, self.writer, self.journals)
         self.experience = Experience(config, tasks, self.algorithm, *parts)
         self.parts = assembly.learner_parts(config, self.policy)
         self.learner = assembly.make_learner(config, self.parts.graphdef, self.parts.frozen, self.policy.mesh)
@@ -120,7 +123,6 @@ class Trainer:
         self.store = CheckpointStore(config.run_dir, *config.checkpoint.kept)
         self.updates = UpdateRecorder(config.run_dir, config.run.updates_kept, writes=self.gang.writes)
         self.iteration = 0
-        remote, algorithm = config.rollout.engine != "jax", config.algorithm
         self._max_gap = CANARIES * config.canary_tolerance if remote else MAX_GAP[config.model.compute_dtype]
         differs = remote or config.rollout.max_staleness > 0
         self.corrected = differs if algorithm.rollout_correction == "auto" else algorithm.rollout_correction == "on"
@@ -153,6 +155,7 @@ class Trainer:
             ready = ahead.load(folder / "rollouts")
             self.iteration, self.totals = cursor["iteration"], cursor["totals"]
             self._skipped = cursor["skipped_in_a_row"]
+        self._drop_journals(-1 if step is None else step)
         self.engine.load(self._served(), self.iteration)
         settings = {"writes": self.gang.writes, "decode": self.policy.tokenizer.decode}
         opened = partial(RunLogs, self.config.run_dir, cursor, self.config.run, **settings)
@@ -335,6 +338,12 @@ class Trainer:
         if self.config.rollout.max_staleness:
             dumps["rollouts"] = partial(ahead.dump, self.rollouts.ready)
         self.store.save(self.iteration, state=self.state, dumps=dumps, cursor=cursor)
+        self._drop_journals(self.iteration)
+
+    def _drop_journals(self, version: int) -> None:
+        """Of iterations that are over, and of weights newer than `version`, which this run does not have."""
+        if self.journals:
+            self.gang.first(partial(self.journals.drop, self.iteration, version), "journals")
 
     def _served(self) -> Any:
         """Weights for the engine: no array of them will be donated."""

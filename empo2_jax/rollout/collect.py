@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import UInt32
@@ -50,12 +50,41 @@ class TipSource(Protocol):
         ...
 
 
+@runtime_checkable
+class CountingTips(Protocol):
+    """A source of tips that counts; `memory.tips.TipMemory` is one."""
+
+    retrievals: tuple[int, int, int]  # queries, queries with a tip, tips
+
+
+class Ended(NamedTuple):
+    """A valid episode that is over and what its world said last; `told`: a tip was asked for."""
+
+    episode: Episode
+    observation: Observation
+    told: bool
+
+
+@runtime_checkable
+class Keeper(Protocol):
+    """Where ended episodes outlive this process; `journal.Journal` is one."""
+
+    def find(self, assignment: Assignment) -> Ended | None:
+        """What an earlier process made of an assignment."""
+        ...
+
+    def keep(self, ended: Sequence[Ended]) -> None:
+        """Keep these, in the place of what was kept of the same assignments."""
+        ...
+
+
 @dataclass
 class Live:
     """An episode in flight."""
 
     assignment: Assignment
     environment: Environment | None = None
+    goal: str = ""
     observation: Observation | None = None
     prompt: TokenIds = field(default_factory=lambda: np.zeros(0, np.int32))  # with tips, up to the newest header
     bare: TokenIds = field(default_factory=lambda: np.zeros(0, np.int32))  # without tips
@@ -67,6 +96,23 @@ class Live:
     tip: str = ""
     tip_tokens: int = 0
     tip_prompt_tokens: int = 0
+    told: bool = False  # a tip was asked for
+
+    @classmethod
+    def again(cls, assignment: Assignment, ended: Ended) -> "Live":
+        """An episode that ended in an earlier process."""
+        episode = ended.episode
+        return cls(
+            assignment,
+            goal=episode.goal,
+            observation=ended.observation,
+            steps=list(episode.steps),
+            stop=episode.stop_reason,
+            tip=episode.tip,
+            tip_tokens=episode.tip_tokens,
+            tip_prompt_tokens=episode.tip_prompt_tokens,
+            told=ended.told,
+        )
 
     def fail(self, stop: StopReason, error: Exception) -> None:
         """End as invalid."""
@@ -79,7 +125,7 @@ class Live:
         return Episode(
             id=self.assignment.id,
             task=self.assignment.task,
-            goal=self.environment.goal if self.environment else "",
+            goal=self.goal,
             mode=self.assignment.mode,
             steps=tuple(self.steps),
             stop_reason=self.stop,
@@ -114,6 +160,11 @@ class Collector:
         self._threads = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="environment")
         self.seconds = {"retrieval": 0.0, "tips": 0.0}  # wall time of finding tips and of writing them, so far
 
+    @property
+    def policy_version(self) -> int:
+        """Of the weights that sample now."""
+        return self._engine.policy_version
+
     def close(self) -> None:
         """End the threads; environments belong to the family."""
         self._threads.shutdown()
@@ -125,6 +176,7 @@ class Collector:
         temperature: float,
         memory: TipSource | None = None,
         writer: TipWriter | None = None,
+        keeper: Keeper | None = None,
     ) -> list[Episode]:
         """One episode per assignment, in their order; failed ones are run again `rollout.retries` times.
 
@@ -133,6 +185,7 @@ class Collector:
             temperature: Of the actions' sampling.
             memory: Source of tips; needed if a mode acts with tips.
             writer: Writes a tip after each valid episode while its cache is warm.
+            keeper: Is given every valid episode when it has ended and again with its tip; what it has is not run.
         """
         done: dict[str, Episode] = {}
         waiting, seldom = list(assignments), Seldom()
@@ -141,7 +194,7 @@ class Collector:
             for start in range(0, len(waiting), self._rollout.slots):
                 wave, before = waiting[start : start + self._rollout.slots], len(assignments) - len(waiting) + start
                 tell = partial(_tell, seldom, before, len(assignments))
-                for episode in self._wave(wave, temperature, memory, writer, tell):
+                for episode in self._wave(wave, temperature, memory, writer, keeper, tell):
                     done[episode.id] = episode
             waiting = [item for item in assignments if not done[item.id].stop_reason.valid]
             if not waiting:
@@ -154,11 +207,12 @@ class Collector:
         temperature: float,
         memory: TipSource | None,
         writer: TipWriter | None,
+        keeper: Keeper | None,
         tell: Callable[[int, int], None],
     ) -> list[Episode]:
-        lives, step = [Live(assignment) for assignment in assignments], 0
+        lives, step = [_live(assignment, memory, keeper) for assignment in assignments], 0
         try:
-            list(self._threads.map(self._start, lives))
+            list(self._threads.map(self._start, [live for live in lives if live.stop is None]))
             while active := [live for live in lives if live.stop is None]:
                 began = time.perf_counter()
                 self._retrieve(active, memory)
@@ -166,12 +220,17 @@ class Collector:
                 for live in active:
                     self._render(live)
                 self._act([live for live in active if live.stop is None], temperature)
+                self._keep(active, keeper)
                 step += 1
                 tell(sum(live.stop is not None for live in lives), step)
             if writer is not None:
                 began = time.perf_counter()
-                writer.write(self._engine, [live for live in lives if live.stop and live.stop.valid and live.steps])
+                asked = [live for live in lives if live.stop and live.stop.valid and live.steps and not live.told]
+                writer.write(self._engine, asked)
                 self.seconds["tips"] += time.perf_counter() - began
+                for live in asked:
+                    live.told = True
+                self._keep(asked, keeper)
             return [live.episode(self._engine.policy_version) for live in lives]
         finally:
             for live in lives:
@@ -179,11 +238,18 @@ class Collector:
                 if live.environment is not None:
                     live.environment.close()
 
+    def _keep(self, lives: Sequence[Live], keeper: Keeper | None) -> None:
+        if keeper is not None:
+            ended = [(live, live.observation) for live in lives if live.stop and live.stop.valid]
+            version = self._engine.policy_version
+            keeper.keep([Ended(live.episode(version), said, live.told) for live, said in ended if said])
+
     def _start(self, live: Live) -> None:
         task = live.assignment.task
         try:
             live.environment = self._family.make()
             live.observation = live.environment.reset(task, int(self._words(live, "environment")[0]))
+            live.goal = live.environment.goal
         except EnvError as error:
             live.fail(StopReason.ENV_ERROR, error)
 
@@ -204,19 +270,19 @@ class Collector:
 
     def _key(self, live: Live) -> str:
         """Text whose embedding finds tips now: the state, or (released code) the transcript so far."""
-        assert live.environment is not None and live.observation is not None
+        assert live.observation is not None
         if self._memory.key == "state":
-            return self._family.memory_key(live.environment.goal, live.observation.state)
+            return self._family.memory_key(live.goal, live.observation.state)
         turns = [text for step in live.steps for text in (step.observation, step.action)]
-        return "\n".join([live.environment.goal, *turns, live.observation.text])
+        return "\n".join([live.goal, *turns, live.observation.text])
 
     def _render(self, live: Live) -> None:
         """Append the newest user turn to both prompts; an episode that cannot answer any more ends by length."""
-        assert live.environment is not None and live.observation is not None
+        assert live.observation is not None
         block = tips_block([tip.content for tip in live.tips])
         text = live.observation.text
         if not live.steps:
-            turn = self._family.first_turn(live.environment.goal, text) + tips_block(live.assignment.reflections)
+            turn = self._family.first_turn(live.goal, text) + tips_block(live.assignment.reflections)
             live.bare, live.prompt = self._chat.opening(turn), self._chat.opening(turn + block)
         else:
             turn, answer = self._family.next_turn(text), live.steps[-1].action_ids
@@ -292,6 +358,18 @@ class Collector:
             live.stop = StopReason.DONE
         elif len(live.steps) == self._step_limit:
             live.stop = StopReason.STEP_LIMIT
+
+
+def _live(assignment: Assignment, memory: TipSource | None, keeper: Keeper | None) -> Live:
+    """A new episode, or one that was kept; the lookups of that one are counted as if they had been made now."""
+    ended = keeper.find(assignment) if keeper is not None else None
+    if ended is None:
+        return Live(assignment)
+    if isinstance(memory, CountingTips) and assignment.mode != Mode.ON_POLICY:
+        found = [len(step.tips) for step in ended.episode.steps]
+        queries, hits, tips = memory.retrievals
+        memory.retrievals = (queries + len(found), hits + sum(map(bool, found)), tips + sum(found))
+    return Live.again(assignment, ended)
 
 
 def _tell(seldom: Seldom, before: int, total: int, ended: int, step: int) -> None:

@@ -94,10 +94,10 @@ class ScriptedTipWriter:
     def write(self, engine: Engine, lives: Sequence["Live"]) -> None:
         """Ask the environment's rule; the engine is not used."""
         for live in lives:
-            assert live.environment is not None and live.observation is not None
+            assert live.observation is not None
             texts = [step.observation for step in live.steps[1:]] + [live.observation.text]
             steps = list(zip([step.resolved for step in live.steps], texts, strict=True))
-            live.tip = self._family.scripted_tip(live.environment.goal, steps, live.observation.score)
+            live.tip = self._family.scripted_tip(live.goal, steps, live.observation.score)
 
 
 def one_line(text: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from empo2_jax.rollout.collect import Assignment, Collector, TipSource
+from empo2_jax.rollout.collect import Assignment, Collector, CountingTips, Keeper, TipSource
 from empo2_jax.rollout.reflect import TipWriter
 from empo2_jax.types import Episode, Mode, Step, StopReason, Task
 
@@ -33,13 +33,6 @@ class Processes(Protocol):
         ...
 
 
-@runtime_checkable
-class CountingTips(Protocol):
-    """A source of tips that counts; `memory.tips.TipMemory` is one."""
-
-    retrievals: tuple[int, int, int]  # queries, queries with a tip, tips
-
-
 class SpreadCollector(Collector):
     """A collector that runs a share of the assignments and returns the episodes of all."""
 
@@ -55,11 +48,12 @@ class SpreadCollector(Collector):
         temperature: float,
         memory: TipSource | None = None,
         writer: TipWriter | None = None,
+        keeper: Keeper | None = None,
     ) -> list[Episode]:
         """As `Collector.collect`; every process calls it with the same assignments."""
         start, stop = share(len(assignments), self._processes.process, self._processes.size)
         before = memory.retrievals if isinstance(memory, CountingTips) else (0, 0, 0)
-        collect = partial(super().collect, temperature=temperature, memory=memory, writer=writer)
+        collect = partial(super().collect, temperature=temperature, memory=memory, writer=writer, keeper=keeper)
 
         def own() -> bytes:
             episodes = collect(assignments[start:stop])
