@@ -10,7 +10,7 @@ import os
 import platform
 import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -147,6 +147,19 @@ def check_same_run(saved: Config, new: Config) -> None:
             f"{new.run_dir}: the run was started with {'; with '.join(differ[:3])}{more}; "
             "use another run.dir or the old values"
         )
+
+
+def moved(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What to say where a run goes on in another place; "" if it is the same one or the checkpoint does not tell.
+
+    Args:
+        before: `mesh` and `processes` of the run that saved the checkpoint; {} if they are not known.
+        now: Those of this run.
+    """
+    if not before or before == now:
+        return ""
+    old, new = (f"mesh {place['mesh']} in {place['processes']} process(es)" for place in (before, now))
+    return f"the checkpoint is of {old}, this is {new}: numbers go on as they would have to rounding, not bit for bit"
 
 
 def identity(config: Config) -> dict[str, Any]:

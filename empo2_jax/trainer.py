@@ -39,7 +39,7 @@ from empo2_jax.report import write_report
 from empo2_jax.rollout import ahead
 from empo2_jax.rollout.journal import Journals
 from empo2_jax.run_logs import RunLogs
-from empo2_jax.run_record import CONFIG_FILE, RunLock, check_same_run, record_command, record_config
+from empo2_jax.run_record import CONFIG_FILE, RunLock, check_same_run, moved, record_command, record_config
 from empo2_jax.types import Episode, EpisodeGroup, Row
 from empo2_jax.watch import Watch, WatchedEngine
 
@@ -155,6 +155,8 @@ class Trainer:
             ready = ahead.load(folder / "rollouts")
             self.iteration, self.totals = cursor["iteration"], cursor["totals"]
             self._skipped = cursor["skipped_in_a_row"]
+            if told := moved(cursor.get("place", {}), self._place):
+                note(told)
         self._drop_journals(-1 if step is None else step)
         self.engine.load(self._served(), self.iteration)
         settings = {"writes": self.gang.writes, "decode": self.policy.tokenizer.decode}
@@ -330,6 +332,7 @@ class Trainer:
         cursor = {
             "iteration": self.iteration,
             "base": self.parts.base,
+            "place": self._place,
             "totals": self.totals,
             "skipped_in_a_row": self._skipped,
             **self.logs.cursor(),
@@ -344,6 +347,11 @@ class Trainer:
         """Of iterations that are over, and of weights newer than `version`, which this run does not have."""
         if self.journals:
             self.gang.first(partial(self.journals.drop, self.iteration, version), "journals")
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        """What equal bits need, beside the machine and the versions."""
+        return {"mesh": list(self.config.model.mesh), "processes": self.gang.size}
 
     def _served(self) -> Any:
         """Weights for the engine: no array of them will be donated."""

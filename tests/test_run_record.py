@@ -8,7 +8,7 @@ from empo2_jax import run_record
 from empo2_jax.config import Config, parse_config
 from empo2_jax.config_file import load_config
 from empo2_jax.errors import CheckpointError
-from empo2_jax.run_record import check_same_run, read_facts, record_command, record_config
+from empo2_jax.run_record import check_same_run, moved, read_facts, record_command, record_config
 
 
 def test_another_configuration_is_refused_by_its_first_differing_keys() -> None:
@@ -31,6 +31,16 @@ def test_keys_that_do_not_reach_the_numbers_may_differ() -> None:
         }
     )
     check_same_run(Config(), longer)
+
+
+def test_another_mesh_or_number_of_processes_is_said() -> None:
+    here = {"mesh": [2, 2, 1], "processes": 2}
+    assert moved({}, here) == moved(dict(here), here) == ""
+    assert moved(here, here | {"processes": 1}) == (
+        "the checkpoint is of mesh [2, 2, 1] in 2 process(es), this is mesh [2, 2, 1] in 1 process(es): "
+        "numbers go on as they would have to rounding, not bit for bit"
+    )
+    assert "this is mesh [1, 1, 1] in 2 process(es)" in moved(here, here | {"mesh": [1, 1, 1]})
 
 
 def test_the_code_that_a_run_went_through_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
