@@ -57,8 +57,9 @@ class TensorReader:
 
     def __init__(self, folder: Path):
         self._folder = folder
+        self._file_of: dict[str, str]
         if (folder / INDEX).exists():
-            self._file_of: dict[str, str] = dict(read_json(folder / INDEX).get("weight_map", {}))
+            self._file_of = _files_of(folder / INDEX)
         elif (folder / SINGLE).exists():
             with _opened(folder / SINGLE) as file:
                 self._file_of = dict.fromkeys(file.keys(), SINGLE)
@@ -89,6 +90,17 @@ class TensorReader:
         if tensor.shape != shape:
             raise DataError(f"{path}: tensor {name} has shape {tensor.shape}, the config asks for {shape}")
         return tensor
+
+
+def _files_of(index: Path) -> dict[str, str]:
+    """File by tensor, as an index says; files lie beside it and nowhere else."""
+    files = read_json(index).get("weight_map")
+    if not isinstance(files, dict):
+        raise DataError(f"{index}: weight_map is a {type(files).__name__}: file names by tensor are allowed")
+    for file in files.values():
+        if not isinstance(file, str) or Path(file).name != file or file in ("", ".."):
+            raise DataError(f"{index}: weight_map names {file!r}, which is no file beside it")
+    return files
 
 
 @contextmanager

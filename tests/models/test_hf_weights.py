@@ -159,6 +159,18 @@ def test_a_truncated_or_absent_file_is_named(tmp_path: Path) -> None:
         load_model(folder)
 
 
+@pytest.mark.parametrize("file", ["../model/model.safetensors", "/etc/passwd", "a/b", "..", "", 3, ["x"]])
+def test_an_index_names_files_beside_it_and_nothing_else(file: object, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": file}}), encoding="utf-8")
+    with pytest.raises(DataError, match=r"index\.json: weight_map names .*, which is no file beside it"):
+        load_model(folder)
+    index.write_text(json.dumps({"weight_map": [file]}), encoding="utf-8")
+    with pytest.raises(DataError, match="weight_map is a list: file names by tensor are allowed"):
+        load_model(folder)
+
+
 def test_a_broken_config_is_named(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
