@@ -313,7 +313,7 @@ class Config(Section):
                 f"run.mirror = {self.run.mirror!r}: a URL with its scheme is allowed: s3://…, gs://…, file://…"
             )
         urls = (*self.rollout.servers, self.rollout.router, self.run.mirror)
-        if any("@" in url.partition("://")[2].partition("/")[0] for url in urls):
+        if any(map(has_key, urls)):
             raise ValueError(
                 "no user and key in a URL, since the run directory shows it; environment variables have them"
             )
@@ -352,6 +352,11 @@ class Config(Section):
     def run_dir(self) -> Path:
         """Where the run lives."""
         return Path(self.run.dir or f"runs/{self.run.name}")
+
+
+def has_key(url: str) -> bool:
+    """Whether a URL names a user, and so perhaps a password or key."""
+    return "@" in url.partition("://")[2].partition("/")[0]
 
 
 def _known(location: tuple[Any, ...]) -> list[str]:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jaxtyping import Float32, Int32
 
 from empo2_jax import distributed
-from empo2_jax.config import Config
+from empo2_jax.config import Config, has_key
 from empo2_jax.errors import ConfigError
 from empo2_jax.learner.optim import policy_optimizer
 from empo2_jax.learner.step import Learner, supervised_loss
@@ -104,6 +104,10 @@ def server_urls(servers: tuple[str, ...]) -> list[str]:
     if wrong or not servers:
         raise ConfigError(
             f"rollout.servers: {wrong[0] if wrong else 'nothing'!r}; http:// or https:// URLs are allowed"
+        )
+    if any(map(has_key, servers)):
+        raise ConfigError(
+            "rollout.servers: no user and key in a URL, since logs show it; $EMPO2_API_KEY (rollout.api_key_env) has it"
         )
     if len(set(servers)) < len(servers):
         raise ConfigError("rollout.servers: a URL occurs twice; every server once is allowed")

@@ -53,8 +53,10 @@ def test_urls_from_the_configuration_or_a_file(tmp_path: Path) -> None:
         (("ftp://x",), "'ftp://x'; http:// or https://"),
         ((urls[0], urls[0]), "occurs twice"),
         ((str(tmp_path / "empty"),), "'nothing'; http://"),
+        ((str(tmp_path / "key"),), "no user and key in a URL"),
     ):
         (tmp_path / "empty").write_text("\n", encoding="utf-8")
+        (tmp_path / "key").write_text("http://me:s3cret@host:1\n", encoding="utf-8")
         with pytest.raises(ConfigError, match=message):
             server_urls(wrong)
 

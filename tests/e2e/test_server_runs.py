@@ -72,6 +72,9 @@ def check(place: Path, urls: list[str], lines: list[dict[str, float]], iteration
     assert total["taken_out"] == 1 and total["retries"] >= 1 and total["rerouted"] >= 1, total
     ready = [line["engine/servers_ready"] for line in lines]
     assert ready[1] == ready[-1] == 2 and 1 in ready, ready
+    secrets = [key.encode() for name in KEYS if (key := os.environ.get(name))]
+    files = [path.read_bytes() for path in (place / "run").rglob("*") if path.is_file()]
+    assert secrets and not any(secret in content for secret in secrets for content in files)
     # The published versions, and what both servers say they serve.
     assert versions(place / "run/weights") == [iterations - 2, iterations - 1, iterations]
     assert all(f'"weight_version":"{iterations}-' in ask(url, "/model_info") for url in urls)

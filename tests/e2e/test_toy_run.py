@@ -20,6 +20,7 @@ from tests.fixtures.processes import ROOT, empo2, train_arguments
 
 pytestmark = pytest.mark.medium
 
+SECRETS = ("EMPO2_API_KEY", "EMPO2_ADMIN_KEY", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN")
 GOLDEN = Path(__file__).parent / "golden/toy.json"
 PINNED = [
     *("reward/mean", "reward/std", "reward/intrinsic_mean", "episode/score", "episode/length", "episode/valid_actions"),
@@ -79,7 +80,10 @@ def train(run_dir: Path, *more: str) -> Path:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     run_dir = tmp_path_factory.mktemp("toy") / "run"
-    done = empo2(*train_arguments(run_dir, "--run.tensorboard", "true"))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in SECRETS:
+            patch.setenv(name, f"s3cret of {name}")
+        done = empo2(*train_arguments(run_dir, "--run.tensorboard", "true"))
     assert done.returncode == 0, done.stderr[-3000:]
     return run_dir, done
 
@@ -105,6 +109,14 @@ def test_the_run_directory_has_all_that_is_promised(toy_run: Path) -> None:
     assert not [name for name in files if ".tmp" in name or ".start-" in name]
     assert [record["label"] for record in read_jsonl(toy_run / "evaluations.jsonl")] == ["start", "end"]
     assert len(read_jsonl(toy_run / "episodes/1.jsonl")) == 16
+
+
+def test_a_run_directory_and_what_is_said_hold_no_secret(
+    finished: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    run_dir, done = finished
+    assert "s3cret" not in done.stdout + done.stderr
+    assert not [path for path in run_dir.rglob("*") if path.is_file() and b"s3cret" in path.read_bytes()]
 
 
 def test_progress_is_a_line_per_iteration_and_the_report_is_named(
