@@ -1,8 +1,10 @@
 """What every module of `envs/` that offers `family` must keep; modules are found, not listed."""
 
+import gc
 import importlib
 import itertools
 import math
+import os
 import pkgutil
 import random
 import threading
@@ -14,6 +16,7 @@ from types import ModuleType
 import pytest
 
 import empo2_jax.envs
+from empo2_jax.bench.processes import children, descriptors
 from empo2_jax.envs.base import Environment, EnvironmentFamily
 from empo2_jax.envs.gymnasium import GymnasiumFamily
 from empo2_jax.errors import ConfigError, EnvError
@@ -77,9 +80,15 @@ def cache(tmp_path_factory):
 
 
 @pytest.fixture(scope="module", params=families())
-def family(request, tmp_path_factory):
+def make(request):
+    """A function that makes the family with its data in a folder."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def family(make, tmp_path_factory):
     try:
-        family = request.param(tmp_path_factory.mktemp("data"))
+        family = make(tmp_path_factory.mktemp("data"))
     except EnvError as error:
         if "textworld" not in str(error):  # the worlds outside the default extras
             raise
@@ -154,7 +163,7 @@ def test_rewards_are_finite_differences_of_a_bounded_score(family, environment):
     for before, after in itertools.pairwise(seen):
         assert math.isfinite(after.reward)
         assert after.reward == pytest.approx(after.score - before.score)
-        assert after.score <= 100.0
+        assert after.score <= family.max_score
         assert after.text and after.state
 
 
@@ -244,3 +253,27 @@ def test_close_at_any_time_is_safe_and_the_next_episode_is_whole(family):
         fresh.close()
         expected = expected or transcript
         assert transcript == expected
+
+
+def held() -> tuple[set[int], int, int]:
+    """Child processes, open files and threads of this process."""
+    return set(children(os.getpid())), descriptors(os.getpid()), threading.active_count()
+
+
+def test_close_releases_processes_files_and_threads(make, family, environment, tmp_path):
+    task = family.tasks("train")[0]
+    environment.reset(task, 7)  # what the world loads once for all is there
+    before = held()
+    other = make(tmp_path)
+    busy, idle = other.make(), other.make()
+    for one in (busy, idle):
+        one.reset(task, 7)
+    idle.close()
+    other.close()  # with an episode open
+    busy.close()
+    del other, busy, idle, one  # mapped files last as long as what reads them
+    gc.collect()
+    deadline = time.monotonic() + 20.0
+    while (after := held()) and (not after[0] <= before[0] or after[1] > before[1] or after[2] > before[2]):
+        assert time.monotonic() < deadline, (before, after)
+        time.sleep(0.05)
