@@ -100,6 +100,18 @@ def assert_same(run_dir: Path, undisturbed: Path) -> None:
     assert untimed(read_metrics(run_dir)) == untimed(read_metrics(undisturbed))
 
 
+@pytest.mark.medium
+def test_two_processes_train(tmp_path: Path) -> None:
+    """What continuous integration runs of all this."""
+    run_dir = tmp_path / "run"
+    small = ("--run.iterations", "1", "--rollout.tasks_per_iteration", "2", "--rollout.group_size", "2")
+    finish(gang(run_dir, *small, "--evaluation.variations", "1"))
+    (record,) = read_metrics(run_dir)
+    assert record["actor/updates"] == 1 and record["episode/invalid"] == 0
+    assert CheckpointStore(run_dir, keep=9).verify() == [(0, None), (1, None)]
+    assert sorted(path.name for path in (run_dir / "logs/attempt_1").iterdir()) == ["process_0.log", "process_1.log"]
+
+
 @pytest.mark.slow
 def test_two_processes_are_one_and_one_goes_on_from_two(reference: Path, undisturbed: Path, tmp_path: Path) -> None:
     run_dir = Path(shutil.copytree(undisturbed, tmp_path / "run"))
