@@ -8,7 +8,7 @@ usage: bash launch/test.sh [--fast|--all] [--dry-run] [-k NAME, -x, a file, … 
 
   (default)   everything not marked slow (at most 20 minutes on 2 cores)
   --fast      also leaves out what is marked medium (at most 4 minutes)
-  --all       everything
+  --all       everything; installs the extra `services` too, for S3, W&B and MLflow
   --dry-run   print the commands and stop
   WORKERS=N   test processes (default: 2)
 
@@ -38,6 +38,7 @@ run() {
   $dry_run || "$@"
 }
 run bash launch/setup.sh cpu
+[[ -n $marks ]] || run bash launch/setup.sh cpu --extras services  # extras accumulate
 run .venv/bin/ruff format --check .
 run .venv/bin/ruff check .
 run .venv/bin/ty check

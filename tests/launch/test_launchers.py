@@ -137,6 +137,12 @@ def test_the_tests_take_arguments_of_pytest() -> None:
     assert done.stdout.splitlines()[-1].endswith(" --durations 10 -k name -x tests/a.py --durations 3 --fast")
 
 
+def test_all_tests_need_what_storage_and_trackers_need() -> None:
+    setups = {marks: run("launch/test.sh", "--dry-run", *marks).stdout.splitlines()[:2] for marks in ((), ("--all",))}
+    assert setups[("--all",)] == ["+ bash launch/setup.sh cpu", "+ bash launch/setup.sh cpu --extras services"]
+    assert setups[()][1].endswith("ruff format --check .")
+
+
 def test_the_first_node_trains_and_the_others_serve() -> None:
     done = run("launch/slurm_sglang.sbatch", "--dry-run", *CONFIG, SGLANG_MODEL="m", SGLANG_ARGS="--tp 8")
     serve, train = (shlex.split(line) for line in done.stdout.splitlines())
