@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from empo2_jax.remote_engine import server_urls
 from tests.fixtures.processes import ROOT
 
 XPK = ("launch/gke_xpk.sh", "--cluster", "c", "--image", "i", "--tpu-type", "v5litepod-16", "--slices", "2")
@@ -168,6 +169,28 @@ def test_jobset_names_its_own_coordinator_and_keeps_a_stopped_run_unfinished() -
     assert math.prod(map(int, mesh)) == job["completions"] * container["resources"]["limits"]["nvidia.com/gpu"]
     mounted = {mount["name"] for mount in container["volumeMounts"]}
     assert mounted == {volume["name"] for volume in job["template"]["spec"]["volumes"]}
+
+
+def test_servers_have_addresses_that_stay_a_key_from_a_secret_and_the_trainers_volume() -> None:
+    text = (ROOT / "launch/k8s_sglang.yaml").read_text(encoding="utf-8")
+    service, servers = yaml.safe_load_all(text)
+    (jobset,) = yaml.safe_load_all((ROOT / "launch/k8s_jobset.yaml").read_text(encoding="utf-8"))
+    assert (service["kind"], servers["kind"], service["spec"]["clusterIP"]) == ("Service", "StatefulSet", "None")
+    spec = servers["spec"]
+    assert spec["serviceName"] == service["metadata"]["name"]
+    labels = spec["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"] == spec["selector"]["matchLabels"] == labels
+    (container,) = spec["template"]["spec"]["containers"]
+    (port,) = (item["port"] for item in service["spec"]["ports"])
+    assert f"--port={port}" in container["args"]
+    assert port == container["ports"][0]["containerPort"] == container["readinessProbe"]["httpGet"]["port"]
+    (key,) = container["env"]
+    assert f"--api-key=$({key['name']})" in container["args"] and "secretKeyRef" in key["valueFrom"]
+    pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert container["volumeMounts"] == pod["containers"][0]["volumeMounts"]
+    assert spec["template"]["spec"]["volumes"] == pod["volumes"]
+    urls = [f"http://{servers['metadata']['name']}-{n}.{spec['serviceName']}:{port}" for n in range(spec["replicas"])]
+    assert server_urls(tuple(urls)) == urls and f"--rollout.servers {','.join(urls)}\n" in text
 
 
 def test_dockerfile_copies_what_is_there_and_runs_as_nobody_special() -> None:
