@@ -9,6 +9,7 @@ from empo2_jax.config_file import dump_toml, load_config, use_panel
 from empo2_jax.envs import scienceworld, toy
 from empo2_jax.envs.problems import panel_tasks, shortfall
 from empo2_jax.envs.scienceworld_tasks import PAPER_TASKS, TASKS, lookup
+from empo2_jax.envs.webshop.goals import Goals
 from empo2_jax.errors import ConfigError
 from empo2_jax.evaluation import evaluate
 from empo2_jax.panels import load_panel
@@ -114,6 +115,10 @@ def test_shipped_panels_name_problems_of_their_split(path: Path) -> None:
     if panel.env == "toy":
         first = {"toy": 0, "toy_unseen": 4}[path.stem]
         assert panel_tasks(toy.family(), EvaluationConfig(panel=str(path))) == toy.family().tasks("test")[first:]
+        return
+    if panel.env == "webshop":
+        wishes = [{"product": number, "instruction": "", "options": []} for number in range(12_087)]
+        assert panel.tasks == {"human": tuple(Goals("human", wishes, None, lambda number: None, False).split("test"))}
         return
     tasks = panel_tasks(scienceworld.family(tasks=["melt"]), EvaluationConfig(panel=str(path)))
     by_name = {name: [task.variation for task in tasks if task.name == name] for name in panel.tasks}
