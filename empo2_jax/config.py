@@ -308,6 +308,11 @@ class Config(Section):
                 f'memory.placement = "latest": update.micro_batch_tokens = {tokens} has no room for branches beside a '
                 f"row of the largest bucket; at least {2 * shards * row} is allowed"
             )
+        for key, folder in (("run.dir", self.run.dir), ("rollout.weights_dir", self.rollout.weights_dir)):
+            if "://" in folder:
+                raise ValueError(
+                    f"{key} = {folder!r}: a folder on this machine is allowed; run.mirror copies it to a URL"
+                )
         if self.run.mirror and "://" not in self.run.mirror:
             raise ValueError(
                 f"run.mirror = {self.run.mirror!r}: a URL with its scheme is allowed: s3://…, gs://…, file://…"

@@ -83,6 +83,8 @@ def test_an_unknown_key_names_the_nearest(values: dict[str, Any], unknown: str, 
         ),
         ({"run": {"dir": "a\\b"}}, r"run\.dir"),
         ({"update": {"learning_rate": 1e300}}, r"update\.learning_rate = 1e\+300: at most 100\.0 is allowed"),
+        ({"run": {"dir": "s3://bucket/run"}}, r"run\.dir = 's3://bucket/run': a folder on this machine is allowed"),
+        ({"rollout": {"weights_dir": "gs://b/w"}}, r"rollout\.weights_dir = 'gs://b/w': a folder on this machine"),
         ({"run": {"mirror": "bogus"}}, r"run\.mirror = 'bogus': a URL with its scheme is allowed: s3://…, gs://…"),
         ({"run": {"mirror": "/a/folder"}}, r"run\.mirror = '/a/folder': a URL with its scheme is allowed"),
         (

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import TemplateError
+
 from empo2_jax.errors import DataError
 from empo2_jax.models.hf_folder import read_json
 from empo2_jax.types import Message
@@ -65,14 +67,17 @@ class Tokenizer:
         """Messages as the model saw them in training, by the folder's own template.
 
         Raises:
-            DataError: the folder has no chat template.
+            DataError: the folder has no chat template, or one that fails or tries what its sandbox forbids.
         """
         if self._template is None:
             raise DataError("the tokenizer has no chat template (chat_template.jinja or tokenizer_config.json)")
         turns = [{"role": message.role, "content": message.content} for message in messages]
-        text = self._backend.apply_chat_template(
-            turns, chat_template=self._template, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
+        try:
+            text = self._backend.apply_chat_template(
+                turns, chat_template=self._template, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise DataError(f"chat template: {type(error).__name__}: {error}") from error
         assert isinstance(text, str)  # because of tokenize=False
         return text
 

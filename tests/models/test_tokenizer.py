@@ -108,3 +108,22 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, content: str, mess
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(DataError, match=rf"tokenizer\.json: {message}"):
         Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% if",
+        "{{ 1 / 0 }}",
+        "{{ messages[99].role }}",
+        "{{ messages.no() }}",
+        "{{ cycler.__init__.__globals__.os.system('touch FILE') }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{% for n in range(10 ** 9) %}x{% endfor %}",
+    ],
+)
+def test_a_template_that_fails_or_reaches_for_python_is_one_error(template: str, tmp_path: Path) -> None:
+    folder = write(tmp_path, {"eos_token": "<|im_end|>", "chat_template": template.replace("FILE", f"{tmp_path}/made")})
+    with pytest.raises(DataError, match=r"^chat template: "):
+        Tokenizer.load(folder).chat_text([Message("user", "look")], True)
+    assert not (tmp_path / "made").exists()
