@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,7 @@ def load_study(path: Path) -> Study:
     for name, config in configs.items():
         if config.run.mirror:
             raise ConfigError(f'{path}: arm {name}: run.mirror = {config.run.mirror!r} is one run\'s; "" is allowed')
-    check_same_panel(configs, file.reference, str(path))
+    check_same_panel({name: identity(config) for name, config in configs.items()}, file.reference, str(path))
     return Study(path.stem, path, file.seeds, file.reference, arms, file.adaptation_trials, file.adaptation_arms)
 
 
@@ -139,23 +140,31 @@ def _arm(name: str, base: Path, folder: Path, common: list[tuple[str, Any]], val
     )
 
 
-def check_same_panel(configs: dict[str, Config], reference: str, where: str) -> None:
-    """Raise `ConfigError` where a configuration is not evaluated as that named `reference`: scores do not compare."""
-    panels = {name: _panel(config) for name, config in configs.items()}
+def check_same_panel(arms: Mapping[str, Mapping[str, Any]], reference: str, where: str) -> None:
+    """Refuse configurations that are not evaluated as that named `reference`: their scores do not compare.
+
+    Args:
+        arms: By name: `section.key` to value, as `run_record.identity` has it.
+        reference: One of the names.
+        where: Begins the message.
+
+    Raises:
+        ConfigError: names the first key that differs.
+    """
+    panels = {name: _panel(values) for name, values in arms.items()}
     for name, panel in panels.items():
-        for key, value in panel.items():
-            if panels[reference][key] != value:
+        for key in panel | panels[reference]:
+            if panel.get(key) != panels[reference].get(key):
                 raise ConfigError(
-                    f"{where}: {name} and {reference} are evaluated on different panels: {key} = {value!r} and "
-                    f"{panels[reference][key]!r}; equal ones are allowed"
+                    f"{where}: {name} and {reference} are evaluated on different panels: {key} = {panel.get(key)!r} "
+                    f"and {panels[reference].get(key)!r}; equal ones are allowed"
                 )
 
 
-def _panel(config: Config) -> dict[str, Any]:
+def _panel(values: Mapping[str, Any]) -> dict[str, Any]:
     """What scores must share to be compared; a panel file counts by what it says, not by where it lies."""
-    of_env = {f"env.{key}" for key in ("name", "tasks", "step_limit", "simplification", "data")}
-    values = identity(config).items()
-    return {key: value for key, value in values if key.startswith("evaluation.") or key in of_env}
+    of_env = {f"env.{key}" for key in ("name", "tasks", "step_limit", "simplification", "data", "products", "nouns")}
+    return {key: value for key, value in values.items() if key.startswith("evaluation.") or key in of_env}
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

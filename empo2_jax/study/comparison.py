@@ -1,14 +1,17 @@
-"""`empo2 report RUN1 RUN2 …`: runs side by side on one page. Unequal panels are refused, unequal commits marked."""
+"""`empo2 report RUN1 RUN2 …`: runs side by side on one page. Unequal panels are refused, unequal commits marked.
 
-from collections.abc import Sequence
+Adaptations of unequal problems are left out and that is said; the evaluations of such runs still compare.
+"""
+
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from empo2_jax.config import Config
 from empo2_jax.config_file import load_config
 from empo2_jax.errors import ConfigError, DataError
-from empo2_jax.metrics import Record
-from empo2_jax.run_record import CONFIG_FILE, origin, read_facts
+from empo2_jax.metrics import ADAPTATIONS_FILE, Record
+from empo2_jax.run_record import CONFIG_FILE, identity, origin, read_facts
 from empo2_jax.study.base import check_same_panel, settings
 from empo2_jax.study.page import continued, figures, render, tried
 from empo2_jax.study.results import Results
@@ -20,7 +23,7 @@ def compare_runs(folders: Sequence[Path], path: Path) -> Path:
     """Write the page of several runs to `path` and return it.
 
     Raises:
-        ConfigError: a run is named twice, or runs are evaluated on different panels.
+        ConfigError: a run is named twice, or runs are evaluated on different panels or problems.
         DataError: a folder is no run, or lacks numbers; names it.
     """
     if len({folder.resolve() for folder in folders}) < len(folders):
@@ -28,8 +31,10 @@ def compare_runs(folders: Sequence[Path], path: Path) -> Path:
     names = _names(folders)
     configs = {name: _config(folder) for name, folder in names.items()}
     first = next(iter(names))
-    check_same_panel(configs, first, "report")
+    check_same_panel({name: identity(config) for name, config in configs.items()}, first, "report")
     rows: list[Record] = [{"arm": name, "seed": 0, **row_of(folder)} for name, folder in names.items()]
+    _check_same_problems(rows)
+    adaptation = _adaptation_remarks(rows, names)
     arms: dict[str, Record] = {name: {"base": "", "overrides": [], "config": {}} for name in names}
     results = Results("runs", first, list(names)[1], "", {}, arms, rows, [])
     facts = {name: read_facts(folder) for name, folder in names.items()}
@@ -38,7 +43,7 @@ def compare_runs(folders: Sequence[Path], path: Path) -> Path:
         title="Runs side by side",
         about=f"{', '.join(names)}; one run each, so that no interval can be given.",
         facts={f"commit of {row['arm']}": row["commit"] or "unknown" for row in rows},
-        warnings=_warnings(rows, configs) + continued(results) + tried(results),
+        warnings=[*_warnings(rows, configs), *adaptation, *continued(results), *tried(results)],
         tables=[_scores(rows), *([tasks(results)] if len(rows[0]["tasks"]) > 1 else []), _keys(configs), cost(results)],
         figures=[figure for figure in figures(results) if figure.title != "What each change costs"],
         source=f"empo2 report {' '.join(map(str, folders))} · commit {', '.join(results.commits)}",
@@ -61,6 +66,30 @@ def _config(folder: Path) -> Config:
     if not path.is_file():
         raise DataError(f"{folder}: not a run directory (no {CONFIG_FILE})")
     return load_config(path)
+
+
+def _check_same_problems(rows: Sequence[Record]) -> None:
+    """Equal configurations play other problems where their data changed."""
+    for row in rows:
+        if row["problems"] != rows[0]["problems"]:
+            raise ConfigError(
+                f"report: {row['arm']} and {rows[0]['arm']} played different problems in their last evaluations; "
+                "equal ones are allowed"
+            )
+
+
+def _adaptation_remarks(rows: Sequence[Record], names: Mapping[str, Path]) -> list[str]:
+    """What is said of adaptations that do not compare; those are taken out of `rows`."""
+    remarks = [
+        f"{name}: the newest adaptation is left out, since episodes of it failed."
+        for (name, folder), row in zip(names.items(), rows, strict=True)
+        if (folder / ADAPTATIONS_FILE).is_file() and "adaptation" not in row
+    ]
+    if len({row["adaptation"]["panel"] for row in rows if "adaptation" in row}) > 1:
+        for row in rows:
+            row.pop("adaptation", None)
+        remarks.append("The newest adaptations played other problems or began otherwise; they are left out.")
+    return remarks
 
 
 def _warnings(rows: Sequence[Record], configs: dict[str, Config]) -> list[str]:

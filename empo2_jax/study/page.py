@@ -10,10 +10,11 @@ from statistics import fmean
 from typing import Any
 
 from empo2_jax.charts import interval_chart, line_chart, number_text
+from empo2_jax.errors import DataError
 from empo2_jax.metrics import Record, write_atomically
 from empo2_jax.report.template import filled
 from empo2_jax.study.results import Results
-from empo2_jax.study.runs import TRIED
+from empo2_jax.study.rows import TRIED
 from empo2_jax.study.statistics import bootstrap
 from empo2_jax.study.tables import Table, tables
 
@@ -32,7 +33,9 @@ class Figure:
 
 
 def write_page(results: Results, path: Path) -> Path:
-    """Write the page of a study."""
+    """Write the page of a study; raises `DataError` where no run of it has finished."""
+    if not results.rows:
+        raise DataError(f"study {results.study}: no finished run: {'; '.join(results.failed[:3]) or 'none was tried'}")
     arms = {name: [Path(arm["base"]).name, *arm["overrides"]] for name, arm in results.arms.items()}
     return render(
         path,

@@ -15,17 +15,13 @@ from typing import Any
 
 from empo2_jax.errors import DataError
 from empo2_jax.metrics import Record, write_atomically
-from empo2_jax.study.base import Arm, Cell, Study, settings
-from empo2_jax.study.runs import SPENT
+from empo2_jax.study.base import Arm, Cell, Study, check_same_panel, settings
+from empo2_jax.study.rows import ResultsFile, checked
 from empo2_jax.study.statistics import Estimate, bootstrap, by_stratum, interquartile_mean, paired_interval
 
 FORMAT = 1
 RESULTS_FILE = "results.json"
 LEAST_SEEDS = 3  # of a check: fewer have no interval worth the name
-_NEEDED = (  # in every row
-    *("arm", "seed", "commit", "protocol", "score", "success", "tasks", "panel", "training", "updates", "seconds"),
-    *("memory_share", *SPENT),
-)
 _SLACK = 1e-6  # points; sums in another order
 
 
@@ -107,7 +103,12 @@ def _line(value: Mapping[str, Any]) -> str:
 
 
 def read_results(path: Path) -> Results:
-    """Read a results file; raises `DataError` if it is none, or of another format."""
+    """Read a results file.
+
+    Raises:
+        DataError: it is none, of another format, or says what cannot be; names the place.
+        ConfigError: arms that are evaluated on different panels.
+    """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -116,15 +117,19 @@ def read_results(path: Path) -> Results:
         raise DataError(f"{path}: not JSON: {error}") from None
     if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
         raise DataError(f"{path}: not the results of a study in format {FORMAT}")
-    try:
-        results = Results(**values)
-        lacking = sorted({key for row in results.rows for key in _NEEDED if key not in row})
-        complete = not lacking and all(row["arm"] in results.arms and row["tasks"] for row in results.rows)
-    except TypeError as error:
-        raise DataError(f"{path}: not the results of a study: {error}") from None
-    if not complete:
-        reason = f"no `{lacking[0]}`" if lacking else "no known arm, or no task"
-        raise DataError(f"{path}: a row has {reason}")
+    results = Results(**checked(ResultsFile, values, f"{path}: not the results of a study"))
+    seen: set[tuple[str, int]] = set()
+    for place, row in enumerate(results.rows):
+        arm, seed = row["arm"], row["seed"]
+        if arm not in results.arms:
+            raise DataError(f"{path}: rows[{place}].arm = {arm!r}: one of {', '.join(results.arms)} is allowed")
+        if (arm, seed) in seen:
+            raise DataError(f"{path}: rows[{place}] is a second one of arm {arm}, seed {seed}; one is allowed")
+        if row["tasks"].keys() != results.rows[0]["tasks"].keys():
+            raise DataError(f"{path}: rows[{place}] and rows[0] have scores of different tasks; equal ones are allowed")
+        seen.add((arm, seed))
+    if results.arms:
+        check_same_panel({n: arm["config"] for n, arm in results.arms.items()}, next(iter(results.arms)), str(path))
     return results
 
 

@@ -29,6 +29,7 @@ from empo2_jax.study.results import (
     read_results,
     write_results,
 )
+from empo2_jax.study.rows import KeptRow, checked
 from empo2_jax.study.runs import Processes, run_cell, train_command
 from empo2_jax.study.tables import print_results
 
@@ -191,7 +192,8 @@ def _folder(out: Path, cell: Cell) -> Path:
 def _finished(cells: Sequence[Cell], file: Path) -> dict[tuple[str, int], Record]:
     """Rows of these very runs; those of other configurations are left out."""
     wanted = {(cell.arm.name, cell.seed): cell.fingerprint() for cell in cells}
-    rows = read_jsonl(file) if file.is_file() else []
+    lines = read_jsonl(file) if file.is_file() else []
+    rows = [checked(KeptRow, line, f"{file}: line {number}") for number, line in enumerate(lines, 1)]
     return {key: row for row in rows if wanted.get(key := (row["arm"], row["seed"])) == row["fingerprint"]}
 
 

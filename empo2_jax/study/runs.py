@@ -10,14 +10,17 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from pydantic import BaseModel
+
 from empo2_jax.errors import DataError
 from empo2_jax.metrics import ADAPTATIONS_FILE, EVALUATIONS_FILE, Record, read_jsonl, read_metrics
+from empo2_jax.report.marks import alike
+from empo2_jax.report.parts import is_number
 from empo2_jax.run_record import read_facts
 from empo2_jax.study.base import STARTS, Cell
+from empo2_jax.study.rows import EVALUATED, SPENT, TRIED, Adaptation, Evaluation, Row, checked, problems_key
 
 _ONE_THREAD = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "OMP_NUM_THREADS": "1"}
-EVALUATED, TRIED = "evaluation", "trials"  # without memory; or with reflections of earlier trials
-SPENT = ("environment_steps", "prompt_tokens", "sampled_tokens", "tip_calls")
 
 
 def train_command(cell: Cell, folder: Path) -> list[str]:
@@ -78,6 +81,8 @@ def run_cell(cell: Cell, folder: Path, processes: Processes) -> Record:
     _empo2(cell, train_command(cell, folder), processes)
     if cell.trials and not _adapted(folder, config.run.iterations, cell.trials):
         _empo2(cell, ["adapt", str(folder), "--trials", str(cell.trials)], processes)
+        if not _adapted(folder, config.run.iterations, cell.trials):
+            raise DataError(f"{cell}: {folder}: episodes of the adaptation failed: its curve is of a part")
     try:
         row = row_of(folder)
     except DataError as error:
@@ -99,18 +104,20 @@ def row_of(folder: Path) -> Record:
     """What a finished run says, read from its files.
 
     `score` (points), `success` (share) and `tasks` (points by task) are those of its last evaluation without memory, or
-    of its last trial where `protocol` is `trials`; `panel` has one [iteration, points, seconds] per evaluation,
-    `training` one [iteration, points, entropy in nats or None, seconds] per iteration, seconds counted from the start;
-    `memory_share` is that of the rollout time, None if unknown; `earlier_commits` is there if other code began the run.
+    of its last trial where `protocol` is `trials`, and `problems` names what it played; `panel` has one [iteration,
+    points, seconds] per evaluation that compares with the last one, `training` one [iteration, points, entropy in nats
+    or None, seconds] per iteration, seconds counted from the start; `memory_share` is that of the rollout time, None if
+    unknown; `adaptation` has the curves of the newest adaptation, if no episode of it failed, and names what it played;
+    `earlier_commits` is there if other code began the run.
 
     Raises:
-        DataError: a file or a number is missing, or the last evaluation is incomplete; names it.
+        DataError: a file or a number is missing or wrong, or the last evaluation is incomplete; names it.
     """
     metrics, evaluations = read_metrics(folder), _evaluations(folder)
     last = evaluations[-1]
     if not last["complete"]:
         raise DataError(f"{folder}: episodes of the last evaluation failed: its score is of a part")
-    panel = {line["iteration"]: line["score"] for line in evaluations}  # at 0 that after the warm start
+    panel = {line["iteration"]: line["score"] for line in alike(evaluations)}  # at 0 that after the warm start
     spent, seconds, training = 0.0, {0: 0.0}, []
     for record in metrics:
         spent += _number(folder, record, "timing_s/iteration")
@@ -119,13 +126,14 @@ def row_of(folder: Path) -> Record:
         nats = round(entropy, 4) if isinstance(entropy, float) else None
         training.append([record["iteration"], round(score, 3), nats, round(spent, 1)])
     facts = read_facts(folder)
-    return {
+    row = {
         "commit": facts.get("commit", ""),
         **{key: facts[key] for key in ("earlier_commits",) if key in facts},
         "protocol": last["protocol"],
         "score": last["score"],
         "success": last["success"],
         "tasks": task_scores(last),
+        "problems": problems_key(last["split"], problems=_played(last)),
         "panel": [[at, score, round(seconds.get(at, 0.0), 1)] for at, score in panel.items()],
         "training": training,
         "updates": sum(_number(folder, record, "actor/updates") for record in metrics),
@@ -134,21 +142,22 @@ def row_of(folder: Path) -> Record:
         **{key: _number(folder, metrics[-1], f"total/{key}") if metrics else 0.0 for key in SPENT},
         **_adaptation(folder),
     }
+    return checked(Row, row, str(folder))
 
 
 def _evaluations(folder: Path) -> list[Record]:
     """Evaluations of a trained policy; where nothing is trained (Reflexion), one per trial on the panel."""
-    file, trials = folder / EVALUATIONS_FILE, folder / ADAPTATIONS_FILE
-    lines = read_jsonl(file) if file.is_file() else []
-    if lines:
+    file = folder / EVALUATIONS_FILE
+    if lines := _lines(file, Evaluation):
         return [line | {"protocol": EVALUATED} for line in lines]
-    if not trials.is_file():
+    record = _adaptation_record(folder)
+    if record is None:
         raise DataError(f"{file}: no evaluation")
-    record = read_jsonl(trials)[-1]
     return [
         {
             "protocol": TRIED,
             "iteration": place + 1,
+            "split": record["split"],
             "score": score,
             "success": record["success"][place],
             "complete": all(row["scores"][place] is not None for row in record["rows"]),
@@ -158,13 +167,28 @@ def _evaluations(folder: Path) -> list[Record]:
     ]
 
 
+def _lines(file: Path, shape: type[BaseModel]) -> list[Record]:
+    """The lines of a log, [] without it."""
+    lines = read_jsonl(file) if file.is_file() else []
+    return [checked(shape, line, f"{file}: line {number}") for number, line in enumerate(lines, 1)]
+
+
+def _adaptation_record(folder: Path) -> Record | None:
+    """The newest one."""
+    return next(reversed(_lines(folder / ADAPTATIONS_FILE, Adaptation)), None)
+
+
+def _played(line: Record) -> set[tuple[str, int]]:
+    """The problems of an evaluation or adaptation."""
+    return {(row["task"], row["variation"]) for row in line["rows"]}
+
+
 def _memory_share(metrics: Sequence[Record]) -> float | None:
     """Share of the rollout time that memory took; None where the run does not say."""
-    keys = ("timing_s/memory_in_rollout", "timing_s/rollout")
-    if not metrics or not all(key in record for key in keys for record in metrics):
-        return None
-    memory, rollout = (sum(record[key] for record in metrics) for key in keys)
-    return memory / rollout
+    pairs = [(record.get("timing_s/memory_in_rollout"), record.get("timing_s/rollout")) for record in metrics]
+    known = [(memory, rollout) for memory, rollout in pairs if is_number(memory) and is_number(rollout)]
+    whole = sum(rollout for _, rollout in known)
+    return sum(memory for memory, _ in known) / whole if whole and len(known) == len(metrics) else None
 
 
 def task_scores(evaluation: Record) -> dict[str, float]:
@@ -176,18 +200,23 @@ def task_scores(evaluation: Record) -> dict[str, float]:
 
 
 def _adaptation(folder: Path) -> dict[str, Any]:
-    file = folder / ADAPTATIONS_FILE
-    if not file.is_file():
+    record = _adaptation_record(folder)
+    if record is None or not record["complete"]:
         return {}
-    record = read_jsonl(file)[-1]
-    return {"adaptation": {"score": record["score"], "best": record["best_score"]}}
+    panel = problems_key(record["split"], record["memory"], problems=_played(record))
+    return {"adaptation": {"score": record["score"], "best": record["best_score"], "panel": panel}}
 
 
 def _adapted(folder: Path, iteration: int, trials: int) -> bool:
-    """Whether the newest adaptation is that of the policy after `iteration`, over so many trials."""
-    file = folder / ADAPTATIONS_FILE
-    lines = read_jsonl(file) if file.is_file() else []
-    return bool(lines) and (lines[-1]["iteration"], len(lines[-1]["score"])) == (iteration, trials)
+    """Whether the newest adaptation is that of the policy after `iteration`, over so many trials of the panel."""
+    record, evaluations = _adaptation_record(folder), _lines(folder / EVALUATIONS_FILE, Evaluation)
+    if record is None or not evaluations or not record["complete"]:
+        return False
+    asked = (iteration, trials, "empty", evaluations[-1]["split"], _played(evaluations[-1]))
+    return asked == (
+        *(record["iteration"], len(record["score"]), record["memory"], record["split"]),
+        _played(record),
+    )
 
 
 def _number(folder: Path, record: Record, key: str) -> float:

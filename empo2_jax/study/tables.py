@@ -10,7 +10,7 @@ from rich.table import Table as RichTable
 
 from empo2_jax.metrics import Record
 from empo2_jax.study.results import Results
-from empo2_jax.study.runs import SPENT
+from empo2_jax.study.rows import SPENT
 from empo2_jax.study.statistics import Estimate, paired_interval
 
 

@@ -7,10 +7,12 @@ import pytest
 from empo2_jax.cli import main
 from empo2_jax.config_file import load_config
 from empo2_jax.errors import ConfigError, DataError
+from empo2_jax.metrics import read_jsonl
 from empo2_jax.run_record import record_config
 from empo2_jax.study.comparison import compare_runs
 from empo2_jax.study.results import write_results
-from tests.fixtures.studies import make_results, make_run
+from tests.fixtures.recorded import write_lines
+from tests.fixtures.studies import make_adaptation, make_results, make_run
 
 PANEL = Path(__file__).parents[2] / "configs/panels/toy.toml"
 
@@ -51,6 +53,34 @@ def test_what_does_not_compare_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nowhere: not a run directory \(no config.toml\)"):
         compare_runs([first, tmp_path / "nowhere"], tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
+
+
+def test_other_problems_or_catalogues_are_refused(tmp_path: Path) -> None:
+    first, second = make_run(tmp_path / "a", 40.0), make_run(tmp_path / "b", 60.0)
+    start, last = read_jsonl(second / "evaluations.jsonl")
+    write_lines(second / "evaluations.jsonl", start, last | {"rows": last["rows"][:1]})
+    with pytest.raises(ConfigError, match="report: b and a played different problems in their last evaluations"):
+        compare_runs([first, second], tmp_path / "page.html")
+    shops = [make_run(tmp_path / f"shop{n}", 1.0, 'env.name="webshop"', f"env.products={n}") for n in (80, 90)]
+    with pytest.raises(ConfigError, match=r"on different panels: env.products = 90 and 80"):
+        compare_runs(shops, tmp_path / "page.html")
+
+
+def test_adaptations_that_do_not_compare_are_left_out(tmp_path: Path) -> None:
+    first, second = make_run(tmp_path / "a", 40.0), make_run(tmp_path / "b", 60.0)
+    for folder in (first, second):
+        write_lines(folder / "adaptations.jsonl", make_adaptation())
+    page = tmp_path / "page.html"
+    assert ">Best adaptation<" in compare_runs([first, second], page).read_text()
+    write_lines(second / "adaptations.jsonl", make_adaptation(split="dev"))
+    text = compare_runs([first, second], page).read_text()
+    assert "The newest adaptations played other problems or began otherwise; they are left out." in text
+    assert "Best adaptation" not in text
+    write_lines(second / "adaptations.jsonl", make_adaptation(complete=False))
+    text = compare_runs([first, second], page).read_text()
+    assert (
+        "b: the newest adaptation is left out, since episodes of it failed." in text and "<td>a</td><td>2</td>" in text
+    )
 
 
 def test_runs_with_their_own_copies_of_one_panel_compare(tmp_path: Path) -> None:

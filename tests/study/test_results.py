@@ -3,11 +3,12 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from empo2_jax.errors import DataError
+from empo2_jax.errors import ConfigError, DataError
 from empo2_jax.study.base import cells_of, load_study
 from empo2_jax.study.page import write_page
 from empo2_jax.study.results import RESULTS_FILE, collect, differences, read_results, write_results
@@ -118,7 +119,7 @@ def test_what_was_run_is_recorded(tmp_path: Path) -> None:
         ("{", "not JSON"),
         ("[]", "not the results of a study in format 1"),
         ('{"format": 2}', "not the results of a study in format 1"),
-        ('{"format": 1, "rows": []}', "not the results of a study: "),
+        ('{"format": 1, "rows": []}', "not the results of a study: study is missing"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -130,11 +131,40 @@ def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> Non
         read_results(tmp_path / "none.json")
 
 
-def test_rows_without_their_arm_or_numbers_are_refused(tmp_path: Path) -> None:
-    write_results(tmp_path / "x.json", replace(make_results(SCORES), arms={}))
-    with pytest.raises(DataError, match="a row has no known arm"):
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"arms": {}}, r"rows\[0\].arm = 'new': one of  is allowed"),
+        ({"more": 1}, "not the results of a study: unknown key `more`"),
+        ({"failed": [3]}, r"failed\[0\] = 3: text is allowed"),
+        ({"panel": None}, r"rows\[7\].panel = None: a list is allowed"),
+        ({"score": float("nan")}, r"rows\[7\].score = nan: a finite number is allowed"),
+        ({"training": [[1, 2.0]]}, r"rows\[7\].training\[0\] = .*: more than 2 values are needed"),
+        ({"tasks": {"lamp": "x"}}, r"rows\[7\].tasks.lamp = 'x': a number is allowed"),
+        ({"tasks": {"door": 1.0}}, r"rows\[7\] and rows\[0\] have scores of different tasks"),
+        ({"seed": 2}, r"rows\[7\] is a second one of arm old, seed 2"),
+        ({"adaptation": {"score": []}}, r"rows\[7\].adaptation.score = \[\]: a length of at least 1"),
+    ],
+)
+def test_results_that_cannot_be_are_refused(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    path = tmp_path / RESULTS_FILE
+    write_results(path, make_results(SCORES))
+    values = json.loads(path.read_text())
+    (values if change.keys() & (values.keys() | {"more"}) else values["rows"][7]).update(change)
+    path.write_text(json.dumps(values))
+    with pytest.raises(DataError, match=said):
+        read_results(path)
+
+
+def test_results_of_different_panels_are_refused(tmp_path: Path) -> None:
+    results = make_results(SCORES)
+    arms = {name: arm | {"config": {"env.products": 80 * n}} for n, (name, arm) in enumerate(results.arms.items(), 1)}
+    write_results(tmp_path / "x.json", replace(results, arms=arms))
+    with pytest.raises(ConfigError, match=r"x.json: old and new are evaluated on .* panels: env.products = 160 and 80"):
         read_results(tmp_path / "x.json")
-    rows = [{key: value for key, value in row.items() if key != "panel"} for row in make_results(SCORES).rows]
-    write_results(tmp_path / "x.json", make_results(SCORES, rows=rows))
-    with pytest.raises(DataError, match="a row has no `panel`"):
-        read_results(tmp_path / "x.json")
+
+
+def test_results_without_a_finished_run_have_no_page(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="study made: no finished run: arm new, seed 0 failed: no Java"):
+        write_page(make_results(SCORES, rows=[], failed=["arm new, seed 0 failed: no Java"]), tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()

@@ -19,6 +19,7 @@ from empo2_jax.study.page import PAGE_FILE
 from empo2_jax.study.results import RESULTS_FILE, read_results, write_results
 from empo2_jax.study.runs import Processes
 from tests.fixtures.processes import line_count, start, stop_when
+from tests.fixtures.recorded import write_lines
 from tests.fixtures.studies import make_row, make_study
 
 ROOT = Path(__file__).parents[2]
@@ -81,6 +82,17 @@ def test_rows_of_another_configuration_do_not_count(tmp_path: Path, runs: Runs) 
     (tmp_path / "base.toml").write_text('[run]\niterations = 3\n[env]\nname = "toy"\n[update]\nepochs = 2\n')
     runner.run_studies([path], tmp_path / "out", seeds=1)
     assert runs.cells == [("new", 0), ("old", 0)] * 3
+
+
+@pytest.mark.parametrize("key", ["arm", "fingerprint", "score"])
+def test_a_row_that_cannot_be_is_named_with_its_line(tmp_path: Path, runs: Runs, key: str) -> None:
+    path = make_study(tmp_path)
+    runner.run_studies([path], tmp_path / "out", seeds=1)
+    file = tmp_path / "out/small/rows.jsonl"
+    first, last = read_jsonl(file)
+    write_lines(file, first, {name: value for name, value in last.items() if name != key})
+    with pytest.raises(DataError, match=rf"out/small/rows.jsonl: line 2: {key} is missing"):
+        runner.plan_lines([path], tmp_path / "out")
 
 
 def test_several_studies_lie_side_by_side(tmp_path: Path, runs: Runs) -> None:

@@ -1,9 +1,9 @@
 """The row of a run, read from its files."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +14,8 @@ from empo2_jax.metrics import JsonLines, read_jsonl
 from empo2_jax.run_record import identity
 from empo2_jax.study.base import cells_of, load_study
 from empo2_jax.study.runs import Processes, row_of, run_cell, task_scores, train_command
-from tests.fixtures.studies import make_run, make_study
+from tests.fixtures.recorded import write_lines
+from tests.fixtures.studies import make_adaptation, make_run, make_study
 
 
 def test_the_row_of_a_run(tmp_path: Path) -> None:
@@ -45,33 +46,51 @@ def test_the_start_is_the_policy_after_the_warm_start(tmp_path: Path) -> None:
 
 def test_the_newest_adaptation_is_part_of_it(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", 40.0)
-    log = JsonLines(folder / "adaptations.jsonl")
-    log.append({"score": [1.0, 0.0], "best_score": [1.0, 1.0]})
-    log.close()
-    assert row_of(folder)["adaptation"] == {"score": [1.0, 0.0], "best": [1.0, 1.0]}
+    file = folder / "adaptations.jsonl"
+    file.touch()  # about to be written
+    assert "adaptation" not in row_of(folder)
+    write_lines(file, make_adaptation([5.0, 5.0]), make_adaptation([1.0, 0.0]))
+    first = row_of(folder)["adaptation"]
+    assert (first["score"], first["best"]) == ([1.0, 0.0], [1.0, 1.0])
+    write_lines(file, make_adaptation([1.0, 0.0], memory="run"))
+    assert row_of(folder)["adaptation"]["panel"] != first["panel"]
+    write_lines(file, make_adaptation([1.0, 0.0]), make_adaptation([9.0, 9.0], complete=False))
+    assert "adaptation" not in row_of(folder)  # a curve of a part is none
 
 
 def test_trials_are_the_evaluation_where_nothing_is_trained(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", 40.0)
     (folder / "evaluations.jsonl").unlink()
-    log = JsonLines(folder / "adaptations.jsonl")
-    rows = [{"task": "lamp", "variation": v, "scores": [first, 30.0 + 20 * v]} for v, first in enumerate((0.0, None))]
-    numbers = {"score": [0.0, 40.0], "best_score": [0.0, 40.0], "success": [0.0, 0.5], "complete": False}
-    log.append({"rows": rows, **numbers})
+    rows = [
+        {"task": "lamp", "variation": v, "scores": [first, 0.0, 30.0 + 20 * v]} for v, first in enumerate((0, None))
+    ]
+    record = make_adaptation([0.0, 0.0, 40.0], rows=rows, success=[0.0, 0.0, 0.5], complete=False)
+    write_lines(folder / "adaptations.jsonl", record)
     row = row_of(folder)
     assert (row["protocol"], row["score"], row["success"], row["tasks"]) == ("trials", 40.0, 0.5, {"lamp": 40.0})
-    assert row["panel"] == [[1, 0.0, 30.0], [2, 40.0, 60.0]]
-    log.append({"rows": [row | {"scores": row["scores"][::-1]} for row in rows], **numbers})
-    log.close()
+    assert row["panel"] == [[2, 0.0, 60.0], [3, 40.0, 0.0]]  # an episode of the first trial failed
+    assert row["problems"] == row_of(make_run(tmp_path / "other", 40.0))["problems"]
+    write_lines(
+        folder / "adaptations.jsonl", record | {"rows": [row | {"scores": row["scores"][::-1]} for row in rows]}
+    )
     with pytest.raises(DataError, match="episodes of the last evaluation failed"):
         row_of(folder)
+
+
+def test_only_evaluations_that_compare_with_the_last_one_are_in_its_curve(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", 40.0)
+    first, last = read_jsonl(folder / "evaluations.jsonl")
+    part, other = first | {"complete": False, "iteration": 1}, first | {"split": "dev", "iteration": 1}
+    write_lines(folder / "evaluations.jsonl", first, part, other, last)
+    assert row_of(folder)["panel"] == [[0, 0.0, 0.0], [2, 40.0, 60.0]]
 
 
 def test_an_unknown_share_of_memory_is_no_number(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", 40.0)
     text = (folder / "metrics.jsonl").read_text()
-    (folder / "metrics.jsonl").write_text(text.replace('"timing_s/memory_in_rollout":5.0,', "", 1))
-    assert row_of(folder)["memory_share"] is None
+    for other in ("", '"timing_s/memory_in_rollout":"nan",'):
+        (folder / "metrics.jsonl").write_text(text.replace('"timing_s/memory_in_rollout":5.0,', other, 1))
+        assert row_of(folder)["memory_share"] is None
 
 
 def test_the_command_of_a_run_makes_the_configuration_of_its_arm(tmp_path: Path) -> None:
@@ -115,15 +134,19 @@ def test_the_runs_of_a_study_share_their_warm_starts(tmp_path: Path) -> None:
 
 def test_what_a_shorter_or_longer_study_left_is_not_taken_for_this_one(tmp_path: Path) -> None:
     path, folder, processes = make_study(tmp_path), make_run(tmp_path / "run", 40.0), NoProcesses()
-    adapted = {"iteration": 1, "score": [1.0, 2.0], "best_score": [1.0, 2.0]}
-    (folder / "adaptations.jsonl").write_text(json.dumps(adapted) + "\n")
+    file, wanted = folder / "adaptations.jsonl", make_adaptation([1.0, 2.0], iteration=2)
+    others = ({"iteration": 1}, {"memory": "run"}, {"split": "dev"}, {"rows": wanted["rows"][:1]}, {"complete": False})
     cell = replace(cells_of(load_study(path))[0], trials=2)
+    for other in others:
+        write_lines(file, wanted | other)
+        with pytest.raises(DataError, match=r"arm new, seed 0: .*run: episodes of the adaptation failed"):
+            run_cell(cell, folder, processes)
+        assert processes.commands == ["train", "adapt"]
+        processes.commands.clear()
+    write_lines(file, *(wanted | other for other in others), wanted)
     assert run_cell(cell, folder, processes)["fingerprint"] == cell.fingerprint()
-    assert processes.commands == ["train", "adapt"]
-    (folder / "adaptations.jsonl").write_text(json.dumps(adapted | {"iteration": 2}) + "\n")
-    run_cell(cell, folder, processes)
-    assert processes.commands[2:] == ["train"]
-    shorter = replace(cell, arm=replace(cell.arm, overrides=("run.iterations=1",)))
+    assert processes.commands == ["train"]
+    shorter = replace(cell, trials=0, arm=replace(cell.arm, overrides=("run.iterations=1",)))
     with pytest.raises(DataError, match=r"arm new, seed 0: .*run went on to 2, but 1 is asked for; remove it"):
         run_cell(shorter, folder, processes)
 
@@ -153,4 +176,26 @@ def test_an_incomplete_or_missing_evaluation_is_refused(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "other", 40.0)
     (folder / "evaluations.jsonl").write_text("")
     with pytest.raises(DataError, match="no evaluation"):
+        row_of(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "said"),
+    [
+        ("evaluations.jsonl", {"score": None}, "evaluations.jsonl: line 2: score = None: a number is allowed"),
+        ("evaluations.jsonl", {"rows": []}, r"line 2: rows = \[\]: a length of at least 1"),
+        ("evaluations.jsonl", {"rows": [{"task": "lamp", "variation": 0}]}, r"line 2: rows\[0\].scores is missing"),
+        ("adaptations.jsonl", {"best_score": []}, r"adaptations.jsonl: line 2: best_score = \[\]: a length"),
+        ("adaptations.jsonl", {"best_score": [1.0]}, "line 2: curves of 1 and 2 trials; one length is allowed"),
+    ],
+)
+def test_what_another_version_left_is_named(tmp_path: Path, file: str, change: dict[str, Any], said: str) -> None:
+    folder = make_run(tmp_path / "run", 40.0)
+    lines = {
+        "evaluations.jsonl": read_jsonl(folder / "evaluations.jsonl"),
+        "adaptations.jsonl": [make_adaptation()] * 2,
+    }
+    first, last = lines[file]
+    write_lines(folder / file, first, last | change)
+    with pytest.raises(DataError, match=said):
         row_of(folder)

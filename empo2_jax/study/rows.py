@@ -1,0 +1,148 @@
+"""The shapes of what a study reads back: lines of a run's logs, the row that is left of a run, results files.
+
+A run may be of another version or damaged, and results may have been edited: what is read is checked here before any
+table is made of it, and a mistake is named with its place. What stands in a row is said where it is made (`runs.py`).
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from empo2_jax.errors import DataError, wrong_value
+from empo2_jax.metrics import Record
+
+EVALUATED, TRIED = "evaluation", "trials"  # without memory; or with reflections of earlier trials
+SPENT = ("environment_steps", "prompt_tokens", "sampled_tokens", "tip_calls")
+Point = Annotated[tuple[int, float, float], Field(strict=False)]
+TrainingPoint = Annotated[tuple[int, float, float | None, float], Field(strict=False)]
+Curve = Annotated[list[float], Field(min_length=1)]
+
+
+class _Shape(BaseModel):
+    """Keys that are needed; others are allowed."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class _Problem(_Shape):
+    task: str
+    variation: int
+
+
+class _Evaluated(_Problem):
+    scores: Curve
+
+
+class _Tried(_Problem):
+    scores: Annotated[list[float | None], Field(min_length=1)]  # by trial; None where an episode failed
+
+
+class Evaluation(_Shape):
+    """A line of `evaluations.jsonl`."""
+
+    iteration: int
+    split: str
+    score: float
+    success: float
+    complete: bool
+    rows: list[_Evaluated] = Field(min_length=1)
+
+
+class Adaptation(_Shape):
+    """A line of `adaptations.jsonl`."""
+
+    iteration: int
+    split: str
+    memory: str
+    score: Curve
+    best_score: Curve
+    success: Curve
+    complete: bool
+    rows: list[_Tried] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _one_length(self) -> "Adaptation":
+        curves = [self.score, self.best_score, self.success, *(row.scores for row in self.rows)]
+        if len(lengths := sorted({len(curve) for curve in curves})) > 1:
+            raise ValueError(f"curves of {lengths[0]} and {lengths[-1]} trials; one length is allowed")
+        return self
+
+
+class _Adapted(_Shape):
+    score: Curve
+    best: Curve
+    panel: str = ""
+
+
+class Row(_Shape):
+    """What a finished run says."""
+
+    commit: str
+    earlier_commits: str = ""
+    protocol: Literal["evaluation", "trials"]
+    score: float
+    success: float
+    tasks: dict[str, float] = Field(min_length=1)
+    panel: list[Point]
+    training: list[TrainingPoint]
+    updates: float
+    seconds: float
+    memory_share: float | None
+    environment_steps: float
+    prompt_tokens: float
+    sampled_tokens: float
+    tip_calls: float
+    adaptation: _Adapted | None = None
+    problems: str = ""
+
+
+class NamedRow(Row):
+    """The row of a cell."""
+
+    arm: str
+    seed: int
+
+
+class KeptRow(NamedRow):
+    """A line of a study's `rows.jsonl`."""
+
+    fingerprint: str
+
+
+class _Arm(_Shape):
+    base: str
+    overrides: list[str]
+    config: dict[str, Any]
+
+
+class ResultsFile(_Shape):
+    """A results file without its `format`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    study: str
+    tested: str
+    reference: str
+    command: str
+    facts: dict[str, str]
+    arms: dict[str, _Arm]
+    rows: list[NamedRow]
+    failed: list[str]
+
+
+def checked(shape: type[BaseModel], record: Record, where: str) -> Record:
+    """`record` as it is; raises `DataError` that begins with `where` and names the key if it lacks the shape."""
+    try:
+        shape.model_validate(record)
+    except ValidationError as error:
+        raise DataError(f"{where}: {wrong_value(error.errors()[0])}") from None
+    return record
+
+
+def problems_key(*protocol: str, problems: Iterable[tuple[str, int]]) -> str:
+    """A short name of problems (task, variation) and how they are played: equal for equal ones, in whatever order."""
+    text = json.dumps([*protocol, sorted(problems)], ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
