@@ -13,7 +13,8 @@ from empo2_jax.errors import ConfigError, DataError
 from empo2_jax.metrics import ADAPTATIONS_FILE, Record
 from empo2_jax.run_record import CONFIG_FILE, identity, origin, read_facts
 from empo2_jax.study.base import check_same_panel, settings
-from empo2_jax.study.page import continued, figures, render, tried
+from empo2_jax.study.page import figures, render
+from empo2_jax.study.remarks import continued, tried
 from empo2_jax.study.results import Results
 from empo2_jax.study.runs import row_of
 from empo2_jax.study.tables import Table, cost, tasks

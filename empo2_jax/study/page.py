@@ -13,13 +13,14 @@ from empo2_jax.charts import interval_chart, line_chart, number_text
 from empo2_jax.errors import DataError
 from empo2_jax.metrics import Record, write_atomically
 from empo2_jax.report.template import filled
+from empo2_jax.study.remarks import remarks
 from empo2_jax.study.results import Results
-from empo2_jax.study.rows import TRIED
 from empo2_jax.study.statistics import bootstrap
-from empo2_jax.study.tables import Table, tables
+from empo2_jax.study.tables import TRIED_NOTE, Table, marked, tables
 
 PAGE_FILE = "study.html"
 Curve = Sequence[tuple[float, float]]
+Rows = Mapping[str, Sequence[Record]]  # by arm
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def write_page(results: Results, path: Path) -> Path:
         title=f"Study {results.study}",
         about=f"{results.tested} against {results.reference} and others, evaluated without memory.",
         facts={"command": results.command, "commit": ", ".join(results.commits), **results.facts},
-        warnings=_warnings(results),
+        warnings=remarks(results),
         tables=tables(results),
         figures=figures(results),
         source=f"{results.command} · commit {', '.join(results.commits)}",
@@ -56,47 +57,24 @@ def render(path: Path, **values: Any) -> Path:
     return path
 
 
-def _warnings(results: Results) -> list[str]:
-    found = [f"Missing: {reason}" for reason in results.failed]
-    if len(results.commits) > 1:
-        found.append(f"Runs of {len(results.commits)} commits are compared: {', '.join(results.commits)}.")
-    if dirty := [commit for commit in results.commits if commit.endswith("-dirty")]:
-        found.append(f"Code that was changed after its commit: {', '.join(dirty)}.")
-    return found + continued(results) + tried(results)
-
-
-def continued(results: Results) -> list[str]:
-    """Which runs were begun by the code of other commits than the one that ended them."""
-    found = []
-    for row in results.rows:
-        if earlier := row.get("earlier_commits"):
-            name = f"{row['arm']}, seed {row['seed']}" if len(results.of(row["arm"])) > 1 else row["arm"]
-            found.append(f"{name} was begun by other code and continued: {earlier}.")
-    return found
-
-
-def tried(results: Results) -> list[str]:
-    """What has to be said of scores that are no evaluation of a trained policy."""
-    names = [name for name in results.names if any(row["protocol"] == TRIED for row in results.of(name))]
-    return [f"{name}: the score is that of its last trial, which has seen test rewards." for name in names]
-
-
 def figures(results: Results) -> list[Figure]:
-    """All figures that the rows have numbers for."""
+    """All figures that the rows have numbers for; curves over iterations are those of arms that were evaluated."""
     scores = {name: results.score(name) for name in results.names}
     against = {name: results.difference(name) for name in results.names if name != results.tested}
-    dots = {name: (e.value, e.low, e.high) for name, e in scores.items()}
-    gaps = {f"{results.tested} − {name}": (e.value, e.low, e.high) for name, e in against.items() if e}
-    mean = "Mean over seeds"
+    dots = {marked(results, name): (e.value, e.low, e.high) for name, e in scores.items()}
+    gaps = {f"{results.tested} − {marked(results, name)}": (e.value, e.low, e.high) for name, e in against.items() if e}
+    mean, mark = "Mean over seeds", TRIED_NOTE if results.tried else ""
+    whole = {name: results.of(name) for name in results.names}
+    chosen = {name: rows for name, rows in whole.items() if name not in results.tried}
     made = [
-        _dots("Scores", "Interquartile mean, 95 % interval, points; without memory.", dots, zero=False),
-        _dots("What each change costs", "Mean paired difference over seeds, 95 % interval, points.", gaps, zero=True),
-        _curves(results, "Learning curves", "Panel without memory, points: interquartile mean, 95 % interval.", _panel),
-        _curves(results, "Training score", "Training episodes, points: interquartile mean, 95 % interval.", _training),
-        _lines(results, "Score against wall time", f"{mean}: panel without memory, points.", _timed, "minutes"),
-        _lines(results, "Entropy", f"{mean}, nats per token.", _entropy, "iteration"),
-        _lines(results, "Adaptation", f"{mean}, points of each trial; weights fixed, memory on.", _adaptation, "trial"),
-        _lines(results, "Best adaptation", f"{mean}: the best episodes of the trials so far.", _best, "trial"),
+        _dots("Scores", f"Interquartile mean, 95 % interval, points; without memory.{mark}", dots, zero=False),
+        _dots("What each change costs", f"Mean paired difference over seeds, 95 % interval, points.{mark}", gaps, True),
+        _curves(chosen, "Learning curves", "Panel without memory, points: interquartile mean, 95 % interval.", _panel),
+        _curves(chosen, "Training score", "Training episodes, points: interquartile mean, 95 % interval.", _training),
+        _lines(chosen, "Score against wall time", f"{mean}: panel without memory, points.", _timed, "minutes"),
+        _lines(chosen, "Entropy", f"{mean}, nats per token.", _entropy, "iteration"),
+        _lines(whole, "Adaptation", f"{mean}, points of each trial; weights fixed, memory on.", _adaptation, "trial"),
+        _lines(whole, "Best adaptation", f"{mean}: the best episodes of the trials so far.", _best, "trial"),
     ]
     return [figure for figure in made if figure]
 
@@ -107,11 +85,11 @@ def _dots(title: str, note: str, rows: Mapping[str, tuple[float, float, float]],
     return Figure(title, note, svg, Table(title, note, ["", "value", "low", "high"], cells)) if svg else None
 
 
-def _curves(results: Results, title: str, note: str, points: Callable[[Record], Curve]) -> Figure | None:
+def _curves(arms: Rows, title: str, note: str, points: Callable[[Record], Curve]) -> Figure | None:
     """Interquartile mean over seeds with its interval, where every seed has a value."""
     lines, bands, cells = {}, {}, []
-    for name in results.names:
-        estimates = {x: bootstrap([ys], 1000) for x, ys in _gathered(results.of(name), points).items()}
+    for name, rows in arms.items():
+        estimates = {x: bootstrap([ys], 1000) for x, ys in _gathered(rows, points).items()}
         lines[name] = [(x, e.value) for x, e in estimates.items()]
         bands[name] = [(x, e.low, e.high) for x, e in estimates.items()]
         cells += [[name, *map(number_text, (x, e.value, e.low, e.high))] for x, e in estimates.items()]
@@ -123,10 +101,10 @@ def _curves(results: Results, title: str, note: str, points: Callable[[Record], 
     )
 
 
-def _lines(results: Results, title: str, note: str, points: Callable[[Record], Curve], x_label: str) -> Figure | None:
+def _lines(arms: Rows, title: str, note: str, points: Callable[[Record], Curve], x_label: str) -> Figure | None:
     lines = {}
-    for name in results.names:
-        curves = [list(points(row)) for row in results.of(name)]
+    for name, rows in arms.items():
+        curves = [list(points(row)) for row in rows]
         length = min(map(len, curves))  # place by place: times differ from run to run
         lines[name] = [(fmean(c[n][0] for c in curves), fmean(c[n][1] for c in curves)) for n in range(length)]
     svg = line_chart(title, lines, x_label)

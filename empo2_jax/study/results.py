@@ -16,7 +16,7 @@ from typing import Any
 from empo2_jax.errors import DataError
 from empo2_jax.metrics import Record, write_atomically
 from empo2_jax.study.base import Arm, Cell, Study, check_same_panel, settings
-from empo2_jax.study.rows import ResultsFile, checked
+from empo2_jax.study.rows import TRIED, ResultsFile, checked
 from empo2_jax.study.statistics import Estimate, bootstrap, by_stratum, interquartile_mean, paired_interval
 
 FORMAT = 1
@@ -46,6 +46,11 @@ class Results:
     def names(self) -> list[str]:
         """Arms with rows, in the order of the study."""
         return [name for name in self.arms if self.of(name)]
+
+    @property
+    def tried(self) -> list[str]:
+        """Arms whose score is that of the last trial on the panel: nothing was trained, and test rewards were seen."""
+        return [name for name in self.names if any(row["protocol"] == TRIED for row in self.of(name))]
 
     @property
     def commits(self) -> list[str]:

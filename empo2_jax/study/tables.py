@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from empo2_jax.metrics import Record
+from empo2_jax.study.remarks import remarks
 from empo2_jax.study.results import Results
 from empo2_jax.study.rows import SPENT
 from empo2_jax.study.statistics import Estimate, paired_interval
@@ -22,6 +23,14 @@ class Table:
     note: str
     columns: list[str]
     rows: list[list[str]]
+
+
+TRIED_NOTE = " † Of the last trial, which has seen test rewards."
+
+
+def marked(results: Results, name: str) -> str:
+    """The name of an arm, with a sign where its score is no evaluation without memory."""
+    return f"{name} †" if name in results.tried else name
 
 
 def tables(results: Results) -> list[Table]:
@@ -40,7 +49,7 @@ def scores(results: Results) -> Table:
         difference = None if name == results.tested else results.difference(name)
         rows.append(
             [
-                name,
+                marked(results, name),
                 str(len(mine)),
                 f"{fmean(row['score'] for row in mine):.1f}",
                 interval_text(results.score(name)),
@@ -51,7 +60,7 @@ def scores(results: Results) -> Table:
     note = (
         "Score without memory at the last evaluation, points. Interquartile mean over seeds and tasks with its 95 % "
         f"interval (bootstrap within tasks); success in %; {results.tested} less the arm, over the seeds that both "
-        "have: mean and 95 % interval (Student's t)."
+        f"have: mean and 95 % interval (Student's t).{TRIED_NOTE if results.tried else ''}"
     )
     columns = ["arm", "seeds", "mean", "interquartile mean", "success", f"{results.tested} − arm"]
     return Table("Scores", note, columns, rows)
@@ -141,13 +150,15 @@ def interval_text(estimate: Estimate, signed: bool = False, digits: int = 1) -> 
 
 
 def print_results(results: Results) -> None:
-    """All tables on the terminal."""
+    """All tables on the terminal, and what has to be said of them."""
     console = Console()
     if not results.rows:
         console.print(f"study {results.study}: no finished run")
         return
     for table in tables(results):
         console.print(_rich(f"study {results.study}: {table.title.lower()}", table.columns, table.rows))
+    for remark in remarks(results):
+        console.print(remark, style="yellow", markup=False, soft_wrap=True)
 
 
 def _rich(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> RichTable:

@@ -8,7 +8,7 @@ import pytest
 
 from empo2_jax.study.page import figures, write_page
 from empo2_jax.study.statistics import Estimate
-from empo2_jax.study.tables import adaptation, cost, entropy, interval_text, scores, seeds, tables
+from empo2_jax.study.tables import adaptation, cost, entropy, interval_text, print_results, scores, seeds, tables
 from tests.fixtures.browser import CHROMIUM, browser
 from tests.fixtures.studies import make_results, make_row
 
@@ -83,12 +83,33 @@ def test_figures_have_the_curves_of_the_rows() -> None:
     assert "Adaptation" not in {figure.title for figure in figures(results)}
 
 
-def test_scores_that_have_seen_test_rewards_are_marked(tmp_path: Path) -> None:
+def test_scores_that_have_seen_test_rewards_are_marked_and_in_no_curve_of_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results, curve = make_results(SCORES), {"score": [0.0, 5.0], "best": [0.0, 8.0]}
+    assert [row[0] for row in scores(results).rows] == ["new", "old"] and "†" not in scores(results).note
+    changed = {"protocol": "trials", "adaptation": curve}
+    results = replace(results, rows=[row | (changed if row["arm"] == "old" else {}) for row in results.rows])
+    assert [row[0] for row in scores(results).rows] == ["new", "old †"]
+    assert scores(results).note.endswith("† Of the last trial, which has seen test rewards.")
+    arms = {figure.title: {row[0] for row in figure.table.rows} for figure in figures(results)}
+    assert arms["Scores"] == {"new", "old †"} and arms["What each change costs"] == {"new − old †"}
+    for title in ("Learning curves", "Training score", "Score against wall time", "Entropy"):
+        assert arms[title] == {"new"}
+    assert arms["Adaptation"] == arms["Best adaptation"] == {"old"}
+    said = "old: the score is that of its last trial, which has seen test rewards."
+    text = write_page(results, tmp_path / "p.html").read_text()
+    assert said in text and "new: the score" not in text
+    print_results(results)
+    assert said in capsys.readouterr().out
+
+
+def test_runs_on_other_problems_are_said(tmp_path: Path) -> None:
     results = make_results(SCORES)
-    rows = [row | ({"protocol": "trials"} if row["arm"] == "old" else {}) for row in results.rows]
-    text = write_page(replace(results, rows=rows), tmp_path / "p.html").read_text()
-    assert "old: the score is that of its last trial, which has seen test rewards." in text
-    assert "new: the score" not in text
+    for others, said in (({}, False), ({"problems": "a"}, False), ({"problems": "b"}, True)):
+        rows = [row | ({"problems": "a"} if row["seed"] else others) for row in results.rows]
+        text = write_page(replace(results, rows=rows), tmp_path / "p.html").read_text()
+        assert ("Not all runs played the same problems" in text) == said
 
 
 def test_every_figure_names_command_commit_and_configurations(tmp_path: Path) -> None:
