@@ -34,9 +34,10 @@ class Setting:
 
 _Q, _MODEL = 2 / 3, "Qwen/Qwen2.5-7B-Instruct"
 SETTINGS = (
-    Setting("Modes", "p: share of episodes with tips", "algorithm.p_memory", "algorithms/empo2.py", 0.25, 0.25, 0.25),
+    Setting("Modes", "p: share of episodes with tips", "algorithm.p_memory", "algorithms/empo2.py", 0.25, 0.25, 0.25,
+            note="ablations 0.1, 0.25, 0.4, 0.7"),
     Setting("Modes", "q: learned without tips, given tips", "algorithm.q_off_policy", "algorithms/empo2.py",
-            _Q, _Q, _Q),
+            _Q, _Q, _Q, note="ablations 0.3, 0.5, 0.67, 0.85, 0.95"),
     Setting("Modes", "what one draw of p and q covers", "algorithm.mode_scope", "algorithms/empo2.py", "iteration",
             "iteration", note="Algorithm 1; the text of the paper says each step"),
     Setting("Modes", "old policy of off-policy steps", "algorithm.off_policy_denominator", "trainer.py", "student",
@@ -61,7 +62,7 @@ SETTINGS = (
     Setting("Novelty", "kind", "intrinsic.kind", "memory/novelty.py", "count", "none",
             note="the released code computes one that never reaches the advantage"),
     Setting("Novelty", "points of a first visit", "intrinsic.coefficient", "memory/novelty.py", 1.0, None,
-            note="r = 1/n; ablations ×0.5, ×1, ×2, none"),
+            note="r = 1/n; ablations ×0.5, ×1, ×2, none, and random network distillation"),
     Setting("Novelty", "cosine from which states are the same", "intrinsic.threshold", "memory/novelty.py"),
     Setting("Memory", "entries per buffer", "memory.capacity", "memory/tips.py", 1000, 1000),
     Setting("Memory", "least cosine, exclusive", "memory.threshold", "memory/tips.py", 0.5, 0.5),
@@ -100,6 +101,17 @@ SETTINGS = (
             note="7 of the paper's 18 tasks have fewer than 20 test variations (docs/environments.md)"),
     Setting("Evaluation", "episodes per variation", "evaluation.repeats", "evaluation.py", None, 4),
     Setting("Evaluation", "temperature", "evaluation.temperature", "evaluation.py", 0.4, 0.4, 0.4),
+    Setting("Evaluation", "trials of adaptation on other tasks", "", "cli.py", 10, None, 10,
+            note="`empo2 adapt --trials`, in studies `adaptation_trials`"),
+    Setting("Baselines", "Reflexion: trials", "reflexion.trials", "baselines.py", 10, None, 10),
+    Setting("Baselines", "Reflexion: reflections that are shown", "reflexion.kept", "baselines.py", 3, None, 3),
+    Setting("Baselines", "Retrospex: expectile τ", "retrospex.expectile", "learner/critic.py", 0.7, None, 0.7,
+            note="its β = 3 belongs to a step of IQL that is not taken: the policy imitates"),
+    Setting("Baselines", "Retrospex: discount γ", "retrospex.discount", "learner/critic.py", 0.99, None, 0.99),
+    Setting("Baselines", "Retrospex: learning rate", "retrospex.learning_rate", "learner/critic.py", 1e-4, None, 1e-4),
+    Setting("Baselines", "Retrospex: d", "retrospex.decay", "algorithms/retrospex.py", 0.97, None, 0.9,
+            note="the policy's share of an action's score is max(limit, d^step)"),
+    Setting("Baselines", "Retrospex: limit", "retrospex.limit", "algorithms/retrospex.py", 0.6, None, 0.5),
 )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from empo2_jax.algorithms import empo2
-from empo2_jax.cli import main
+from empo2_jax.cli import build_parser, main
 from empo2_jax.config import Config
 from empo2_jax.config_file import load_config
 from empo2_jax.ops.advantages import group_advantages
@@ -23,6 +23,7 @@ FILES = {
     "code": "configs/presets/released-code.toml",
     "webshop": "configs/webshop_qwen2.5_7b.toml",
 }
+BASELINES = ("reflexion", "retrospex")  # sections with files of their own
 # Values that our configurations do not take over; the table's note says why.
 OTHERWISE = {("paper", "model.path"), ("code", "model.path"), ("webshop", "rollout.max_length")}
 
@@ -32,11 +33,19 @@ def value_of(config: Config, key: str) -> Any:
     return getattr(getattr(config, section), name)
 
 
+def config_of(source: str, key: str, config: Config) -> Config:
+    """Where the value stands: `config`, or the file of the baseline whose section it is."""
+    section = key.partition(".")[0]
+    world = {"paper": "scienceworld", "webshop": "webshop"}.get(source)
+    return load_config(ROOT / f"configs/baselines/{world}_{section}.toml") if section in BASELINES else config
+
+
 @pytest.mark.parametrize("source", FILES)
 def test_presets_have_the_numbers_of_their_source(source: str) -> None:
     config = load_config(ROOT / FILES[source])
     given = {s.key: getattr(s, source) for s in SETTINGS if s.key and getattr(s, source) is not None}
-    differ = {key for key, value in given.items() if value_of(config, key) != value}
+    own = {key: config_of(source, key, config) for key in given}
+    differ = {key for key, value in given.items() if value_of(own[key], key) != value}
     assert differ == {key for where, key in OTHERWISE if where == source}
     assert all(next(s.note for s in SETTINGS if s.key == key) for key in differ)
 
@@ -60,7 +69,8 @@ def test_each_key_stands_once_and_is_known() -> None:
 def test_fixed_numbers_are_those_of_the_code() -> None:
     fixed = {setting.used: setting.paper for setting in SETTINGS if not setting.key}
     eps = inspect.signature(group_advantages).parameters["eps"].default
-    assert fixed == {"ops/ratios.py": LOG_RATIO_LIMIT, "ops/advantages.py": eps}
+    trials = build_parser().parse_args(["adapt", "run"]).trials
+    assert fixed == {"ops/ratios.py": LOG_RATIO_LIMIT, "ops/advantages.py": eps, "cli.py": trials}
 
 
 @pytest.mark.parametrize("preset", ["paper", "released-code", "empo2"])
