@@ -4,14 +4,13 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 
-from empo2_jax.errors import EnvError, UpdateError
+from empo2_jax.errors import GUIDE, EnvError, UpdateError
 from empo2_jax.types import Episode
 
 MAX_GAP = {"float32": 1e-4, "bfloat16": 2e-2}  # nats, by compute dtype; in f32 ten times what is asserted in tests
 ENTROPY = 0.01, 0.7  # nats per token below which nothing new is tried; share of a uniform guess's that is noise
 CANARIES = 10  # a server's gap may be so many times what its canary may
 MAX_SKIPPED = 3  # updates in a row
-_GUIDE = "see docs/troubleshooting.md#"  # a section of it
 _log = logging.getLogger(__name__)
 
 
@@ -22,8 +21,8 @@ def refuse_many_failures(episodes: Sequence[Episode]) -> None:
     if share > 0.02:
         text = f"{len(failed)} of {len(episodes)} episodes failed ({failed[0].stop_reason}: {failed[0].error})"
         if share > 0.2:
-            raise EnvError(f"{text}; at most 20 % may; {_GUIDE}failed-episodes")
-        _log.warning("%s; %sfailed-episodes", text, _GUIDE)
+            raise EnvError(f"{text}; at most 20 % may; {GUIDE}failed-episodes")
+        _log.warning("%s; %sfailed-episodes", text, GUIDE)
 
 
 def count_skipped(in_a_row: int, skipped: bool, where: str) -> int:
@@ -38,9 +37,9 @@ def count_skipped(in_a_row: int, skipped: bool, where: str) -> int:
     if in_a_row + 1 == MAX_SKIPPED:
         raise UpdateError(
             f"{text}, {MAX_SKIPPED} updates in a row; the weights are unharmed, but this configuration cannot go on: "
-            f"a lower learning_rate helps most; {_GUIDE}updates-that-are-not-finite"
+            f"a lower learning_rate helps most; {GUIDE}updates-that-are-not-finite"
         )
-    _log.warning("%s; the update was skipped; %supdates-that-are-not-finite", text, _GUIDE)
+    _log.warning("%s; the update was skipped; %supdates-that-are-not-finite", text, GUIDE)
     return in_a_row + 1
 
 
@@ -58,21 +57,21 @@ def warn(metrics: Mapping[str, float], learning_rate: float, max_gap: float, voc
             "%d episodes left no tip: they wrote none, or their end did not fit into rollout.max_length; "
             "%smissing-tips",
             metrics["memory/tips_missing"],
-            _GUIDE,
+            GUIDE,
         )
     if metrics.get("actor/rows_too_long", 0.0) > 0:
         _log.warning(
             "%d rows are longer than the largest of update.buckets: not trained on, while their returns count; "
             "%srows-too-long",
             metrics["actor/rows_too_long"],
-            _GUIDE,
+            GUIDE,
         )
     if metrics.get("mismatch/logprob_abs_diff_max", 0.0) > max_gap:
         _log.warning(
             "engine and trainer log-probs differ by %.1e nats, more than %.0e; %sengine-and-trainer-disagree",
             metrics["mismatch/logprob_abs_diff_max"],
             max_gap,
-            _GUIDE,
+            GUIDE,
         )
     entropy, (least, share) = metrics.get("actor/entropy"), ENTROPY
     if entropy is not None and not least <= entropy <= share * math.log(vocabulary):
@@ -82,7 +81,7 @@ def warn(metrics: Mapping[str, float], learning_rate: float, max_gap: float, voc
             "repeats itself, and its groups end alike" if entropy < least else "guesses",
             least,
             share * math.log(vocabulary),
-            _GUIDE,
+            GUIDE,
         )
     if metrics["actor/updates"] < 5 and learning_rate <= 2e-6:
         _log.warning(
@@ -90,5 +89,5 @@ def warn(metrics: Mapping[str, float], learning_rate: float, max_gap: float, voc
             "%sweights-that-hardly-move",
             metrics["actor/updates"],
             learning_rate,
-            _GUIDE,
+            GUIDE,
         )

@@ -32,7 +32,7 @@ from empo2_jax.checkpoint_files import (
     write_json,
     write_manifest,
 )
-from empo2_jax.errors import CheckpointError
+from empo2_jax.errors import GUIDE, CheckpointError
 from empo2_jax.interrupts import uninterrupted
 from empo2_jax.metrics import METRICS_FILE, read_metrics, untimed
 
@@ -141,7 +141,8 @@ class CheckpointStore:
             if problem is None:
                 return step
             bad.append(problem)
-            _log.warning("checkpoint %s is skipped: %s", self._folder / str(step), problem)
+            place = self._folder / str(step)
+            _log.warning("checkpoint %s is skipped: %s; %scheckpoints-that-are-skipped", place, problem, GUIDE)
         if bad:
             raise CheckpointError(f"{self._folder}: no usable checkpoint; the newest is bad: {bad[0]}")
         return None

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
+GUIDE = "see docs/troubleshooting.md#"  # a section of it
 _ALLOWED = {  # by pydantic's name of the problem; other problems keep pydantic's words
     "int_type": "a whole number is allowed",
     "float_type": "a number is allowed",

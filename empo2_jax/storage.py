@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from empo2_jax.checkpoint_files import check_writable, read_json, sync_tree
-from empo2_jax.errors import CheckpointError, Empo2Error
+from empo2_jax.errors import GUIDE, CheckpointError, Empo2Error
 from empo2_jax.metrics import write_atomically
 from empo2_jax.snapshots import Checksums, Storage, check_url
 
@@ -81,7 +81,7 @@ class Mirror:
     def _push(self) -> bool:
         problem = _child("push", self._run_dir, self._url)
         if problem:
-            _log.warning("storage %s: not sent: %s", self._url, problem)
+            _log.warning("storage %s: not sent: %s; %ssnapshots-that-are-not-sent", self._url, problem, GUIDE)
         return not problem
 
 

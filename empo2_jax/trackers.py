@@ -23,7 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from empo2_jax.errors import ConfigError
+from empo2_jax.errors import GUIDE, ConfigError
 from empo2_jax.metrics import METRICS_FILE, MetricSink, read_metrics, write_atomically
 
 FOLDER = "trackers"
@@ -151,7 +151,8 @@ class TrackerProcess:
 
     def _tell(self, what: str) -> None:
         if not self._told:
-            _log.warning("tracker %s %s; the run goes on, %s has everything", self._name, what, METRICS_FILE)
+            goes_on = "tracker %s %s; the run goes on, %s has everything; %strackers-that-stop"
+            _log.warning(goes_on, self._name, what, METRICS_FILE, GUIDE)
         self._told = True
 
     def _last_words(self) -> str:

@@ -90,7 +90,8 @@ def test_a_tracker_that_fails_is_said_once_and_catches_up_later(
     with caplog.at_level(logging.WARNING):
         train(run_dir, 1, 3)
     assert [record.message for record in caplog.records] == [
-        "tracker wandb ended: RuntimeError: the server is down; the run goes on, metrics.jsonl has everything"
+        "tracker wandb ended: RuntimeError: the server is down; the run goes on, metrics.jsonl has everything; "
+        "see docs/troubleshooting.md#trackers-that-stop"
     ]
     monkeypatch.delenv("FAKE_WANDB_DOES")
     train(run_dir, 4, 4, keep=3)

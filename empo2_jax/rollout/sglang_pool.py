@@ -18,7 +18,7 @@ from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
-from empo2_jax.errors import Empo2Error, EngineError
+from empo2_jax.errors import GUIDE, Empo2Error, EngineError
 from empo2_jax.models.qwen2_config import Qwen2Config
 from empo2_jax.rollout.base import Completion, Request
 from empo2_jax.rollout.sglang_client import SglangServer
@@ -288,7 +288,7 @@ class ServerPool:
         member.ready, member.reason = False, f"was taken out: {error}" if error else "does not answer"
         unsound = unsound or isinstance(error, Stale)
         member.doubts += unsound
-        _log.warning("%s %s", member.server.url, member.reason)
+        _log.warning("%s %s; %sservers-that-are-taken-out", member.server.url, member.reason, GUIDE)
         if not any(other.ready for other in self._members) and self._some_ready.is_set():
             self._alone_since = time.monotonic()
             self._some_ready.clear()
@@ -309,7 +309,7 @@ class ServerPool:
                     return self._admit(member)
             except Empo2Error as error:
                 if (reason := f"is not back: {error}") != member.reason:
-                    _log.warning("%s %s", member.server.url, reason)
+                    _log.warning("%s %s; %sservers-that-are-taken-out", member.server.url, reason, GUIDE)
                 member.reason = reason
                 continue
             if not self._leads:
@@ -322,7 +322,8 @@ class ServerPool:
                 member.reason = f"could not be brought back: {error}"
                 unsound, failed = True, failed + 1
             if failed == MAX_RELOADS:
-                return _log.warning("%s %s; it waits for the next version", member.server.url, member.reason)
+                waits = "%s %s; it waits for the next version; %sservers-that-are-taken-out"
+                return _log.warning(waits, member.server.url, member.reason, GUIDE)
 
     async def _reload(self, member: Member, unsound: bool) -> None:
         """Load the current weights; where those it has are in doubt, first the ones that were good before."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from empo2_jax.checkpoint_files import sync, sync_tree
-from empo2_jax.errors import SyncError
+from empo2_jax.errors import GUIDE, SyncError
 from empo2_jax.sync.bundle import unread
 from empo2_jax.sync.delta import encode
 from empo2_jax.sync.manifest import (
@@ -240,7 +240,7 @@ class VersionStore:
                         folder.rename(self.root / f".old-{number}")
             self._sweep(".old-*", ".aside-*")
         except (OSError, SyncError) as error:  # the new version is there and whole
-            _log.warning("%s: old versions were not removed: %s", self.root, error)
+            _log.warning("%s: old versions were not removed: %s; %sold-weights-that-stay", self.root, error, GUIDE)
 
     def _sweep(self, *patterns: str) -> None:
         for path in (path for pattern in patterns for path in self.root.glob(pattern)):

@@ -68,6 +68,7 @@ def test_corrupt_newest_checkpoint_is_named_and_the_one_before_is_used(reference
     warning, *rest = done.stderr.splitlines()
     assert warning == (
         f"warning: checkpoint {run_dir / 'checkpoints/2'} is skipped: memory/tips.safetensors: checksum does not match"
+        "; see docs/troubleshooting.md#checkpoints-that-are-skipped"
     )
     assert [line.split(" · ")[0] for line in rest if line.startswith("iteration")] == ["iteration 2/2"]
     assert_same(run_dir, reference)
