@@ -18,7 +18,7 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
         nested: Any = value
         for key in reversed(keys):
             nested = {key: nested}
-        changes = _merge(changes, nested)
+        changes = merge(changes, nested)
     _apply_panel(changes, Path(), "overrides")
     return parse_config(_layer(_read(Path(path)), changes, "overrides"), str(path))
 
@@ -93,18 +93,19 @@ def _apply_panel(values: dict[str, Any], folder: Path, source: str) -> None:
 
 def _layer(base: dict[str, Any], over: dict[str, Any], source: str) -> dict[str, Any]:
     """`over` on `base`. A panel in `over` replaces what `base` says; one in `base` must not be contradicted."""
-    merged = _merge(base, over)
+    merged = merge(base, over)
     section = over.get("evaluation")
     if isinstance(section, dict) and "panel" not in section:
         _apply_panel(merged, Path(), source)
     return merged
 
 
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`over` on `base`, table by table and key by key; neither is changed."""
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
-        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        merged[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
     return merged
 
 

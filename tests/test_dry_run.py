@@ -40,15 +40,40 @@ def test_every_system_has_every_world() -> None:
     assert names == {f"{world}_{system}" for world in ("toy", "scienceworld", "webshop") for system in SYSTEMS}
 
 
-ABLATIONS = load_study(ROOT / "configs/studies/ablations.toml")
-WORLDS = [ROOT / f"configs/{name}.toml" for name in ("toy", "scienceworld_qwen2.5_7b", "webshop_qwen2.5_7b")]
+STUDIES = {
+    world: load_study(ROOT / f"configs/studies/ablations{suffix}.toml")
+    for world, suffix in (("toy", ""), ("scienceworld", "_scienceworld"), ("webshop", "_webshop"))
+}
+ABLATIONS = STUDIES["toy"]
+FULL_SIZE = [ROOT / f"configs/{name}.toml" for name in ("scienceworld_qwen2.5_7b", "webshop_qwen2.5_7b")]
 
 
-@pytest.mark.parametrize("arm", ABLATIONS.arms)
-def test_an_ablation_resolves_on_every_world(arm: str) -> None:
-    configs = [load_config(world, ABLATIONS.arms[arm].overrides) for world in WORLDS]
-    assert all(dry_run.lines(config)[0].startswith("# plan: ") for config in configs[:1])
-    assert len({config.algorithm.p_memory for config in configs}) == 1
+@pytest.mark.parametrize("world", STUDIES)
+def test_every_system_and_ablation_has_a_plan_on_every_world(world: str) -> None:
+    study = STUDIES[world]
+    assert list(study.arms) == list(ABLATIONS.arms) and study.seeds >= 3
+    for name, arm in study.arms.items():
+        config = arm.config(0)
+        assert config.env.name == world
+        assert dry_run.lines(config)[0].startswith("# plan: "), name
+    names = {config.algorithm.name for config in (arm.config(0) for arm in study.arms.values())}
+    assert names == {"empo2", "grpo", "gigpo", "reflexion", "retrospex"}
+
+
+@pytest.mark.parametrize("world", ["scienceworld", "webshop"])
+@pytest.mark.parametrize("system", ["reflexion", "retrospex"])
+def test_a_system_that_updates_nothing_is_in_a_study_what_its_own_file_says(world: str, system: str) -> None:
+    arm, own = STUDIES[world].arms[system].config(0), load_config(ROOT / f"configs/baselines/{world}_{system}.toml")
+    assert (arm.reflexion, arm.retrospex, arm.intrinsic.kind) == (own.reflexion, own.retrospex, own.intrinsic.kind)
+    assert (arm.algorithm.name, arm.algorithm.p_memory) == (own.algorithm.name, own.algorithm.p_memory)
+    assert arm.run.iterations == own.run.iterations or system == "reflexion"
+
+
+@pytest.mark.parametrize("world", FULL_SIZE, ids=lambda path: path.stem)
+def test_an_ablation_resolves_on_the_papers_model(world: Path) -> None:
+    base = load_config(world)
+    configs = [load_config(world, arm.overrides) for arm in ABLATIONS.arms.values()]
+    assert all(config.model.path == base.model.path and config.env == base.env for config in configs)
 
 
 def test_ablations_are_those_of_the_paper() -> None:

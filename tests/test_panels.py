@@ -128,6 +128,9 @@ def test_shipped_panels_name_problems_of_their_split(path: Path) -> None:
         "scienceworld_paper18": PAPER_TASKS,
         "scienceworld_all30": [task.name for task in TASKS],
         "scienceworld_released": [task.name for task in TASKS if task.step_limit],
+        "scienceworld_ood_conductivity": ["test-conductivity"],
+        "scienceworld_ood_lifespan": ["lifespan-shortest-lived"],
+        "scienceworld_ood_paint": ["chemistry-mix-paint-secondary-color"],
     }
     assert sorted(by_name) == sorted(expected[path.stem])
 

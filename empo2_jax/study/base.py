@@ -2,7 +2,8 @@
 
 A study file has `base` (a configuration), `seeds`, `reference` (an arm) and `[arms.NAME]` tables of overrides; the
 first arm is the one that is compared with the others. `[common]` holds overrides of all arms, and an arm may name
-another `base`. `adaptation_trials` and `adaptation_arms` ask for test-time adaptation of these arms' trained policies.
+another `base`. `adaptation_trials` and `adaptation_arms` ask for test-time adaptation of these arms' trained policies,
+on the problems of `adaptation_panel` where they are to be others. A file may extend another one key by key.
 """
 
 import hashlib
@@ -17,12 +18,14 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from empo2_jax.config import Config
-from empo2_jax.config_file import load_config
+from empo2_jax.config_file import load_config, merge
 from empo2_jax.errors import ConfigError, wrong_value
+from empo2_jax.panels import load_panel
 from empo2_jax.run_record import identity
 
 MAX_SEEDS = 1000
 STARTS = "starts"  # folder of the warm starts that the runs of a study share
+_PATHS = ("base", "adaptation_panel")  # keys
 _NAME = re.compile(r"\w[\w+.-]*")
 
 
@@ -38,6 +41,7 @@ class StudyFile(BaseModel):
     common: dict[str, Any] = Field({}, description="overrides of all arms")
     adaptation_trials: int = Field(0, ge=0, description="of test-time adaptation after training")
     adaptation_arms: tuple[str, ...] = Field((), strict=False, description="whose policies are adapted")
+    adaptation_panel: str = Field("", description="panel file to adapt on, relative to the file; empty = as evaluated")
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class Study:
     arms: dict[str, Arm]
     adaptation_trials: int = 0
     adaptation_arms: tuple[str, ...] = ()
+    adaptation_panel: Path | None = None
 
     @property
     def tested(self) -> str:
@@ -78,6 +83,7 @@ class Cell:
     arm: Arm
     seed: int
     trials: int  # of adaptation after it; 0 = none
+    panel: Path | None = None  # of the adaptation; None as evaluated
 
     def __str__(self) -> str:
         """As in messages."""
@@ -85,7 +91,9 @@ class Cell:
 
     def fingerprint(self) -> str:
         """Hash of everything that reaches its numbers."""
-        values = [settings(self.arm.config(self.seed)), self.trials]
+        values: list[Any] = [settings(self.arm.config(self.seed)), self.trials]
+        if self.panel:
+            values.append(load_panel(self.panel).model_dump_json())
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -97,20 +105,16 @@ def settings(config: Config) -> dict[str, Any]:
 def load_study(path: Path) -> Study:
     """Read and check a study; every arm's configuration is validated."""
     try:
-        file = StudyFile.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise ConfigError(f"{path}: not a study: {error.strerror}") from None
+        file = StudyFile.model_validate(_read(path))
     except ValidationError as error:
         raise ConfigError(f"{path}: not a study: {wrong_value(error.errors()[0])}") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not a study: {error}") from None
     for name in file.arms:
         if not _NAME.fullmatch(name):
             raise ConfigError(
                 f"{path}: arm {name!r}: letters, digits, `_`, `-`, `+` and `.` are allowed, as it is a folder's name"
             )
-    base, common = path.parent / file.base, _flat(file.common)
-    arms = {name: _arm(name, base, path.parent, common, arm) for name, arm in file.arms.items()}
+    common = _flat(file.common)
+    arms = {name: _arm(name, Path(file.base), common, arm) for name, arm in file.arms.items()}
     if STARTS in arms:
         raise ConfigError(f"{path}: an arm cannot be called {STARTS}: the folder of the warm starts is")
     for key, names in (("reference", (file.reference,)), ("adaptation_arms", file.adaptation_arms)):
@@ -122,20 +126,46 @@ def load_study(path: Path) -> Study:
             f"{path}: adaptation_trials = {file.adaptation_trials}, adaptation_arms = {list(file.adaptation_arms)}: "
             "both or none is allowed"
         )
+    if file.adaptation_panel and not file.adaptation_trials:
+        raise ConfigError(f"{path}: adaptation_panel = {file.adaptation_panel!r} without adaptation_trials")
+    panel = Path(file.adaptation_panel) if file.adaptation_panel else None
+    if panel:
+        load_panel(panel)
     configs = {name: arm.config(0) for name, arm in arms.items()}
     for name, config in configs.items():
         if config.run.mirror:
             raise ConfigError(f'{path}: arm {name}: run.mirror = {config.run.mirror!r} is one run\'s; "" is allowed')
     check_same_panel({name: identity(config) for name, config in configs.items()}, file.reference, str(path))
-    return Study(path.stem, path, file.seeds, file.reference, arms, file.adaptation_trials, file.adaptation_arms)
+    adaptation = (file.adaptation_trials, file.adaptation_arms, panel)
+    return Study(path.stem, path, file.seeds, file.reference, arms, *adaptation)
 
 
-def _arm(name: str, base: Path, folder: Path, common: list[tuple[str, Any]], values: dict[str, Any]) -> Arm:
+def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The values of a file on those of the file that it extends; paths in them are from here then."""
+    if path.resolve() in seen:
+        raise ConfigError(f"{path}: `extends` runs in a circle")
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: not a study: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not a study: {error}") from None
+    parent = values.pop("extends", "")
+    if not isinstance(parent, str):
+        raise ConfigError(f"{path}: extends = {parent!r}: the name of one file is allowed")
+    arms = values.get("arms")
+    for table in (values, *(arms.values() if isinstance(arms, dict) else ())):
+        for key in _PATHS:
+            if isinstance(table, dict) and isinstance(table.get(key), str):
+                table[key] = str(path.parent / table[key])
+    return merge(_read(path.parent / parent, (*seen, path.resolve())), values) if parent else values
+
+
+def _arm(name: str, base: Path, common: list[tuple[str, Any]], values: dict[str, Any]) -> Arm:
     changes = dict(common) | dict(_flat({key: value for key, value in values.items() if key != "base"}))
-    own = folder / str(values["base"]) if "base" in values else base
     return Arm(
         name,
-        own,
+        Path(str(values.get("base", base))),
         tuple(f"{key}={json.dumps(value, ensure_ascii=False, default=str)}" for key, value in changes.items()),
     )
 
@@ -186,5 +216,5 @@ def cells_of(study: Study, seeds: int | None = None, arms: tuple[str, ...] = ())
     if unknown := [name for name in arms if name not in study.arms]:
         raise ConfigError(f"{study.path}: no arm {unknown[0]!r}; the arms are {', '.join(study.arms)}")
     chosen = [arm for name, arm in study.arms.items() if not arms or name in arms]
-    trials = {name: study.adaptation_trials for name in study.adaptation_arms}
-    return [Cell(arm, seed, trials.get(arm.name, 0)) for seed in range(count) for arm in chosen]
+    adapted = {name: (study.adaptation_trials, study.adaptation_panel) for name in study.adaptation_arms}
+    return [Cell(arm, seed, *adapted.get(arm.name, (0, None))) for seed in range(count) for arm in chosen]

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from empo2_jax.errors import DataError
 from empo2_jax.metrics import ADAPTATIONS_FILE, EVALUATIONS_FILE, Record, read_jsonl, read_metrics
+from empo2_jax.panels import load_panel
 from empo2_jax.report.marks import alike
 from empo2_jax.report.parts import is_number
 from empo2_jax.run_record import read_facts
@@ -34,6 +35,12 @@ def train_command(cell: Cell, folder: Path) -> list[str]:
     if warmstart.updates and not warmstart.shared_dir:
         command += ["--warmstart.shared_dir", str(folder.parents[1] / STARTS)]
     return [*command, "--run.seed", str(cell.seed), "--run.dir", str(folder), "--run.tensorboard", "false"]
+
+
+def adapt_command(cell: Cell, folder: Path) -> list[str]:
+    """Arguments of `empo2` that adapt the policy of the run."""
+    panel = ["--panel", str(cell.panel)] if cell.panel else []
+    return ["adapt", str(folder), "--trials", str(cell.trials), *panel]
 
 
 class Processes:
@@ -79,9 +86,9 @@ def run_cell(cell: Cell, folder: Path, processes: Processes) -> Record:
     """
     config = cell.arm.config(cell.seed)
     _empo2(cell, train_command(cell, folder), processes)
-    if cell.trials and not _adapted(folder, config.run.iterations, cell.trials):
-        _empo2(cell, ["adapt", str(folder), "--trials", str(cell.trials)], processes)
-        if not _adapted(folder, config.run.iterations, cell.trials):
+    if cell.trials and not _adapted(cell, folder):
+        _empo2(cell, adapt_command(cell, folder), processes)
+        if not _adapted(cell, folder):
             raise DataError(f"{cell}: {folder}: episodes of the adaptation failed: its curve is of a part")
     try:
         row = row_of(folder)
@@ -207,16 +214,17 @@ def _adaptation(folder: Path) -> dict[str, Any]:
     return {"adaptation": {"score": record["score"], "best": record["best_score"], "panel": panel}}
 
 
-def _adapted(folder: Path, iteration: int, trials: int) -> bool:
-    """Whether the newest adaptation is that of the policy after `iteration`, over so many trials of the panel."""
+def _adapted(cell: Cell, folder: Path) -> bool:
+    """Whether the newest adaptation is what the cell asks for: of the trained policy, without memory, on its panel."""
     record, evaluations = _adaptation_record(folder), _lines(folder / EVALUATIONS_FILE, Evaluation)
     if record is None or not evaluations or not record["complete"]:
         return False
-    asked = (iteration, trials, "empty", evaluations[-1]["split"], _played(evaluations[-1]))
-    return asked == (
-        *(record["iteration"], len(record["score"]), record["memory"], record["split"]),
-        _played(record),
-    )
+    split, problems = evaluations[-1]["split"], _played(evaluations[-1])
+    if cell.panel:
+        panel = load_panel(cell.panel)
+        split, problems = panel.split, {(name, one) for name, numbers in panel.tasks.items() for one in numbers}
+    found = (record["iteration"], len(record["score"]), record["memory"], record["split"], _played(record))
+    return found == (cell.arm.config(cell.seed).run.iterations, cell.trials, "empty", split, problems)
 
 
 def _number(folder: Path, record: Record, key: str) -> float:

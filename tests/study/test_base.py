@@ -1,10 +1,13 @@
 """Study files: arms, seeds, what is refused, and what makes two runs the same."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from empo2_jax.errors import ConfigError
+from empo2_jax.panels import load_panel
+from empo2_jax.run_record import identity
 from empo2_jax.study.base import cells_of, load_study
 from tests.fixtures.studies import make_study
 
@@ -24,6 +27,17 @@ def test_the_toy_study_compares_what_the_readme_says() -> None:
     assert study.arms["naive"].config(0).run.iterations == 0
     assert {"grpo_novelty", "behavior", "mode_iteration", "mode_group"} <= study.arms.keys()
     assert 'algorithm.off_policy_denominator="behavior"' in study.arms["behavior"].overrides
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/studies").glob("ood_*.toml")), ids=lambda path: path.stem)
+def test_policies_are_adapted_to_what_they_were_not_trained_on(path: Path) -> None:
+    study = load_study(path)
+    assert study.adaptation_panel is not None
+    panel, env = load_panel(study.adaptation_panel), study.arms["empo2"].config(0).env
+    assert (panel.env, study.adaptation_trials, study.adaptation_arms) == (env.name, 10, ("empo2", "grpo"))
+    seen = {(task, number) for task in env.tasks or ("bulb",) for number in range(env.train_variations)}
+    assert not {(task, number) for task, numbers in panel.tasks.items() for number in numbers} & seen
+    assert env.name == "toy" or not panel.tasks.keys() & set(env.tasks)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +60,15 @@ def test_the_toy_study_compares_what_the_readme_says() -> None:
             "adaptation_trials = 1.5: a whole number is allowed",
         ),
         ('base = "base.toml"\nseeds = 1\nreference = "a"\nadaptation_trials = 3\n[arms.a]', "both or none is allowed"),
+        (
+            'base = "base.toml"\nseeds = 1\nreference = "a"\nadaptation_panel = "p"\n[arms.a]',
+            "without adaptation_trials",
+        ),
+        (
+            'base = "base.toml"\nseeds = 1\nreference = "a"\nadaptation_trials = 1\nadaptation_arms = ["a"]\n'
+            'adaptation_panel = "none.toml"\n[arms.a]',
+            "none.toml: no such file",
+        ),
         ('base = "base.toml"\nseeds = 2\nreference = "a"\n[arms.a]\nalgorithm.p_memori = 0.1', "p_memory"),
         (
             'base = "base.toml"\nseeds = 2\nreference = "a"\n[common]\nrun.mirror = "s3://b/r"\n[arms.a]',
@@ -99,6 +122,40 @@ def test_an_arm_may_have_a_base_of_its_own(tmp_path: Path) -> None:
     study = load_study(path)
     assert [arm.config(0).update.epochs for arm in study.arms.values()] == [1, 3]
     assert study.arms["old"].config(5).run.seed == 5
+
+
+def test_a_study_may_extend_another_key_by_key(tmp_path: Path) -> None:
+    path = make_study(tmp_path)
+    path.write_text(path.read_text().replace("seeds = 3", "seeds = 3\ncommon = { algorithm.clip_high = 0.4 }"))
+    (tmp_path / "other").mkdir()
+    child, grandchild = tmp_path / "other/child.toml", tmp_path / "grandchild.toml"
+    child.write_text('extends = "../small.toml"\nseeds = 5\n[arms.old]\nupdate.epochs = 2\n[arms.third]\n')
+    (tmp_path / "own.toml").write_text('extends = "base.toml"\n[run]\niterations = 7\n')
+    grandchild.write_text('extends = "other/child.toml"\nbase = "own.toml"\n[arms.new]\nbase = "base.toml"\n')
+    parent, study, last = load_study(path), load_study(child), load_study(grandchild)
+    assert (study.name, study.seeds, study.reference, list(study.arms)) == ("child", 5, "old", ["new", "old", "third"])
+    assert identity(study.arms["new"].config(1)) == identity(parent.arms["new"].config(1))
+    old = study.arms["old"].config(0)
+    assert (old.algorithm.p_memory, old.algorithm.clip_high, old.update.epochs) == (0.0, 0.4, 2)
+    assert [arm.config(0).run.iterations for arm in last.arms.values()] == [2, 7, 7]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('extends = "bad.toml"', "bad.toml: `extends` runs in a circle"),
+        ("extends = 3", "bad.toml: extends = 3: the name of one file is allowed"),
+        ('extends = "none.toml"', "none.toml: not a study: No such file or directory"),
+        ('extends = "base.toml"', "bad.toml: not a study: base is missing"),
+        ('extends = "small.toml"\narms = 3', "bad.toml: not a study: arms = 3: a table of keys and values is allowed"),
+    ],
+)
+def test_what_cannot_be_extended_is_named(tmp_path: Path, text: str, said: str) -> None:
+    make_study(tmp_path)
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_study(path)
 
 
 def test_common_changes_reach_every_arm_and_give_way_to_its_own(tmp_path: Path) -> None:

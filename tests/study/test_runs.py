@@ -13,7 +13,7 @@ from empo2_jax.errors import DataError
 from empo2_jax.metrics import JsonLines, read_jsonl
 from empo2_jax.run_record import identity
 from empo2_jax.study.base import cells_of, load_study
-from empo2_jax.study.runs import Processes, row_of, run_cell, task_scores, train_command
+from empo2_jax.study.runs import Processes, adapt_command, row_of, run_cell, task_scores, train_command
 from tests.fixtures.recorded import write_lines
 from tests.fixtures.studies import make_adaptation, make_run, make_study
 
@@ -149,6 +149,26 @@ def test_what_a_shorter_or_longer_study_left_is_not_taken_for_this_one(tmp_path:
     shorter = replace(cell, trials=0, arm=replace(cell.arm, overrides=("run.iterations=1",)))
     with pytest.raises(DataError, match=r"arm new, seed 0: .*run went on to 2, but 1 is asked for; remove it"):
         run_cell(shorter, folder, processes)
+
+
+def test_a_policy_may_be_adapted_to_another_panel(tmp_path: Path) -> None:
+    panel = tmp_path / "other.toml"
+    panel.write_text('env = "toy"\nsplit = "dev"\nrepeats = 1\ntemperature = 0.4\nseed = 0\n[tasks]\nbulb = [6]\n')
+    keys = 'adaptation_trials = 2\nadaptation_arms = ["new"]\n'
+    plain, _, *_ = cells_of(load_study(make_study(tmp_path, keys)))
+    cell, other, *_ = cells_of(load_study(make_study(tmp_path, f'{keys}adaptation_panel = "other.toml"\n')))
+    assert (cell.panel, other.panel) == (panel, None) and cell.fingerprint() != plain.fingerprint()
+    assert adapt_command(cell, tmp_path) == ["adapt", str(tmp_path), "--trials", "2", "--panel", str(panel)]
+    assert adapt_command(plain, tmp_path) == ["adapt", str(tmp_path), "--trials", "2"]
+    folder, processes = make_run(tmp_path / "run", 40.0), NoProcesses()
+    write_lines(folder / "adaptations.jsonl", make_adaptation([1.0, 2.0]))
+    with pytest.raises(DataError, match="episodes of the adaptation failed"):
+        run_cell(cell, folder, processes)
+    assert run_cell(plain, folder, processes)["adaptation"]["score"] == [1.0, 2.0]
+    rows = [{"task": "bulb", "variation": 6, "scores": [3.0, 4.0]}]
+    write_lines(folder / "adaptations.jsonl", make_adaptation([3.0, 4.0], split="dev", rows=rows))
+    assert run_cell(cell, folder, processes)["adaptation"]["score"] == [3.0, 4.0]
+    assert processes.commands == ["train", "adapt", "train", "train"]
 
 
 def test_scores_of_tasks_are_means_over_repeats_then_variations() -> None:
