@@ -1,5 +1,7 @@
 """What has to be said beside the tables of a study or of runs: missing runs, other code, seen test rewards."""
 
+import json
+
 from empo2_jax.study.results import Results
 
 
@@ -12,7 +14,18 @@ def remarks(results: Results) -> list[str]:
         found.append(f"Code that was changed after its commit: {', '.join(dirty)}.")
     if len({row["problems"] for row in results.rows if "problems" in row}) > 1:
         found.append("Not all runs played the same problems: the data changed between them.")
-    return found + continued(results) + tried(results)
+    return found + shared(results) + continued(results) + tried(results)
+
+
+def shared(results: Results) -> list[str]:
+    """Which arms are one experiment under several names."""
+    known: dict[tuple[str, bool], list[str]] = {}
+    for name in results.names:
+        adapted = any("adaptation" in row for row in results.of(name))
+        known.setdefault((json.dumps(results.arms[name]["config"], sort_keys=True), adapted), []).append(name)
+    return [
+        f"{', '.join(names)} are one configuration, and their runs the same." for names in known.values() if names[1:]
+    ]
 
 
 def continued(results: Results) -> list[str]:

@@ -1,7 +1,8 @@
 """`empo2 study`: what is missing is run, each run in its own process; one row per finished run; then tables and page.
 
 Rows are kept in `rows.jsonl`; a study that was stopped, or whose runs failed, goes on where it was. A run that fails
-is named and the others go on. A study's folder belongs to one process at a time and to one study file.
+is named and the others go on. Arms of equal configuration share their runs, since these would be the same to the bit.
+A study's folder belongs to one process at a time and to one study file.
 """
 
 import shlex
@@ -30,7 +31,7 @@ from empo2_jax.study.results import (
     write_results,
 )
 from empo2_jax.study.rows import KeptRow, checked
-from empo2_jax.study.runs import Processes, run_cell, train_command
+from empo2_jax.study.runs import Processes, adapt_command, run_cell, train_command
 from empo2_jax.study.tables import print_results
 
 ROWS_FILE, SOURCE_FILE = "rows.jsonl", "study.path"  # the latter names the study file that a folder belongs to
@@ -101,10 +102,15 @@ def plan_lines(
         _check_owner(study, out / study.name)
         done = _finished(cells, out / study.name / ROWS_FILE)
         lines.append(f"study {study.name}: {len(cells)} runs, {len(done)} finished; {study.tested} − {study.reference}")
+        first: dict[str, Cell] = {}
         for cell in cells:
-            state = "finished" if (cell.arm.name, cell.seed) in done else "to run"
-            folder = _folder(out / study.name, cell)
-            adapt = f"; then empo2 adapt {folder} --trials {cell.trials}" if cell.trials else ""
+            state, folder = "to run", _folder(out / study.name, cell)
+            if (cell.arm.name, cell.seed) in done:
+                state = "finished"
+            elif (same := first.setdefault(cell.fingerprint(), cell)) != cell:
+                lines.append(f"  the run of {same}: {cell}")
+                continue
+            adapt = f"; then empo2 {shlex.join(adapt_command(cell, folder))}" if cell.trials else ""
             lines.append(f"  {state}: empo2 {shlex.join(train_command(cell, folder))}{adapt}")
     return lines
 
@@ -155,22 +161,27 @@ def _check_owner(study: Study, folder: Path) -> None:
 def _run(study: Study, cells: Sequence[Cell], out: Path, jobs: int, command: str) -> Results:
     log = JsonLines(out / ROWS_FILE)
     rows = _finished(cells, out / ROWS_FILE)
-    missing = [cell for cell in cells if (cell.arm.name, cell.seed) not in rows]
+    missing: dict[str, list[Cell]] = {}  # cells that share a run, by its fingerprint
+    for cell in cells:
+        if (cell.arm.name, cell.seed) not in rows:
+            missing.setdefault(cell.fingerprint(), []).append(cell)
     failed: list[str] = []
     console = Console()
     threads, processes = ThreadPoolExecutor(max_workers=jobs), Processes()
     try:
-        futures = {threads.submit(run_cell, cell, _folder(out, cell), processes): cell for cell in missing}
+        futures = {
+            threads.submit(run_cell, alike[0], _folder(out, alike[0]), processes): alike for alike in missing.values()
+        }
         for future in as_completed(futures):
-            cell = futures[future]
+            cell, *others = futures[future]
             try:
                 row = future.result()
             except DataError as error:
-                failed.append(str(error))
+                failed += [str(error), *(f"{other}: would be the same run as {cell}" for other in others)]
                 console.print(f"{len(rows)}/{len(cells)} {error}", style="red", markup=False, soft_wrap=True)
                 continue
             log.append(row)
-            rows[cell.arm.name, cell.seed] = row
+            rows |= {(alike.arm.name, alike.seed): _as(alike, row) for alike in (cell, *others)}
             console.print(f"{len(rows)}/{len(cells)} {cell}: {row['score']:.1f} ({row['seconds']:.0f} s)", markup=False)
     finally:
         processes.stop()  # after Ctrl-C, SIGTERM or an error; otherwise none is left
@@ -190,11 +201,16 @@ def _folder(out: Path, cell: Cell) -> Path:
 
 
 def _finished(cells: Sequence[Cell], file: Path) -> dict[tuple[str, int], Record]:
-    """Rows of these very runs; those of other configurations are left out."""
-    wanted = {(cell.arm.name, cell.seed): cell.fingerprint() for cell in cells}
+    """Rows of these very runs, whatever arm they were made for; those of other configurations are left out."""
     lines = read_jsonl(file) if file.is_file() else []
     rows = [checked(KeptRow, line, f"{file}: line {number}") for number, line in enumerate(lines, 1)]
-    return {key: row for row in rows if wanted.get(key := (row["arm"], row["seed"])) == row["fingerprint"]}
+    made = {row["fingerprint"]: row for row in rows}
+    return {(cell.arm.name, cell.seed): _as(cell, made[name]) for cell in cells if (name := cell.fingerprint()) in made}
+
+
+def _as(cell: Cell, row: Record) -> Record:
+    """The row under the cell's name."""
+    return row | {"arm": cell.arm.name, "seed": cell.seed}
 
 
 def _reproduced(committed: Results, fresh: Results) -> bool:

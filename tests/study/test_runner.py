@@ -95,6 +95,28 @@ def test_a_row_that_cannot_be_is_named_with_its_line(tmp_path: Path, runs: Runs,
         runner.plan_lines([path], tmp_path / "out")
 
 
+def test_arms_of_equal_configuration_share_their_runs(tmp_path: Path, runs: Runs) -> None:
+    path, out = make_study(tmp_path), tmp_path / "out"
+    path.write_text(f"{path.read_text()}[arms.again]\nalgorithm.p_memory = 0.25\n")
+    first, _, third, *_ = runner.plan_lines([path], out)[1:]
+    assert first.startswith("  to run: ") and third == "  the run of arm new, seed 0: arm again, seed 0"
+    runs.failing = (("new", 1),)
+    with pytest.raises(
+        DataError, match="arm new, seed 1 failed: no Java; study small: arm again, seed 1: would be the s"
+    ):
+        runner.run_studies([path], out)
+    runs.failing = ()
+    runner.run_studies([path], out)
+    assert {arm for arm, _ in runs.cells} == {"new", "old"} and len(runs.cells) == 7
+    results = read_results(out / "small" / RESULTS_FILE)
+    assert [row["score"] for row in results.of("again")] == [row["score"] for row in results.of("new")]
+    assert len(read_jsonl(out / "small/rows.jsonl")) == 6
+    assert "new, again are one configuration, and their runs the same." in (out / "small" / PAGE_FILE).read_text()
+    path.write_text(path.read_text().replace("arms.again", "arms.renamed"))
+    runner.run_studies([path], out, arms=("renamed",))
+    assert len(runs.cells) == 7
+
+
 def test_several_studies_lie_side_by_side(tmp_path: Path, runs: Runs) -> None:
     first = make_study(tmp_path)
     second = tmp_path / "second.toml"
