@@ -112,8 +112,11 @@ def read_facts(run_dir: Path) -> dict[str, Any]:
 
 
 def read_fork(run_dir: Path) -> dict[str, Any]:
-    """`fork.json`, {} for a run that was not forked; raises `DataError` if it is not a JSON object."""
-    return _read_object(run_dir / FORK_FILE)
+    """`fork.json`, {} for a run that was not forked; raises `DataError` if it is not a JSON object, or lacks a key."""
+    fork = _read_object(run_dir / FORK_FILE)
+    if fork and (lacking := {"run", "step", "changed"} - fork.keys()):
+        raise DataError(f"{run_dir / FORK_FILE}: {', '.join(sorted(lacking))} is missing")
+    return fork
 
 
 def origin(run_dir: Path) -> str:

@@ -195,6 +195,27 @@ def test_tips_of_a_run_are_listed_best_first(tmp_path: Path) -> None:
     assert [tip["content"] for tip in tips_of_run(tmp_path, "toy/0")] == ["tip 2", "tip 0"]
 
 
+def test_an_empty_memory_and_a_huge_one_are_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import jax.numpy as jnp
+
+    from empo2_jax.checkpoint import CheckpointStore
+
+    (tmp_path / "config.toml").write_text(dump_toml(Config()))
+    entry = '{"buffer": "toy/%d", "score": %d, "counter": %d, "content": "tip", "episode": "e", "step": 0}'
+    for step, count in ((1, 0), (2, 50_000)):
+        lines = ['{"next_counter": 0}', *(entry % (n % 7, n % 100, n) for n in range(count))]
+        CheckpointStore(tmp_path, keep=2).save(
+            step,
+            state={"w": jnp.zeros(1)},
+            dumps={"memory": lambda folder, lines=lines: (folder / "tips.jsonl").write_text("\n".join(lines) + "\n")},
+            cursor={"metrics_lines": 0},
+        )
+    assert main(["memory", "inspect", str(tmp_path), "--step", "1"]) == 0
+    assert capsys.readouterr().out == "0 tips in 0 buffers\n"
+    assert main(["memory", "inspect", str(tmp_path), "--limit", "1"]) == 0
+    assert capsys.readouterr().out == "50000 tips in 7 buffers\n\ntoy/1 · score 99.0 · e step 0\ntip\n"
+
+
 def test_verify_names_the_bad_checkpoint_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "checkpoints" / "3").mkdir(parents=True)
     assert main(["checkpoint", "verify", str(tmp_path)]) == 2

@@ -7,8 +7,8 @@ import pytest
 from empo2_jax import run_record
 from empo2_jax.config import Config, parse_config
 from empo2_jax.config_file import load_config
-from empo2_jax.errors import CheckpointError
-from empo2_jax.run_record import check_same_run, moved, read_facts, record_command, record_config
+from empo2_jax.errors import CheckpointError, DataError
+from empo2_jax.run_record import check_same_run, moved, origin, read_facts, record_command, record_config
 
 
 def test_another_configuration_is_refused_by_its_first_differing_keys() -> None:
@@ -56,6 +56,13 @@ def test_the_code_that_a_run_went_through_is_remembered(tmp_path: Path, monkeypa
         {"commit": "", "earlier_commits": "a1, b2"},
         {"commit": "c3-dirty", "earlier_commits": "a1, b2, unknown"},
     ]
+
+
+def test_a_fork_that_does_not_say_what_it_is_of_is_named(tmp_path: Path) -> None:
+    assert origin(tmp_path) == ""
+    (tmp_path / "fork.json").write_text('{"step": 2}')
+    with pytest.raises(DataError, match=r"fork.json: changed, run is missing"):
+        origin(tmp_path)
 
 
 PANEL = 'env = "toy"\nsplit = "dev"\nrepeats = 3\ntemperature = 0.5\nseed = 9\n[tasks]\nbulb = [4, 1]\n'

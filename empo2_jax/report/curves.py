@@ -132,7 +132,8 @@ def adaptations(records: Sequence[Record]) -> dict[str, list[Chart]]:
         points = {name: [(float(n), y) for n, y in enumerate(values, 1)] for name, values in lines.items()}
         where = f"{', '.join(dict.fromkeys(row['task'] for row in line['rows']))} ({line['split']})"
         title = f"Checkpoint {line['iteration']}: {where}"
-        note = f"Points; weights fixed, {line['memory']} memory at the start, tips after each trial."
+        failed = "" if line["complete"] else " Episodes failed: a trial's mean is that of the others."
+        note = f"Points; weights fixed, {line['memory']} memory at the start, tips after each trial.{failed}"
         made = chart(title, note, points, "trial")
         charts.setdefault(line["label"], []).extend([made] if made else [])
     return charts

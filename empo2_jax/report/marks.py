@@ -11,7 +11,8 @@ from empo2_jax.report.run_files import RunFiles
 
 def marks(run: RunFiles) -> list[str]:
     """The remarks at the head of the page."""
-    return [*_progress(run), *_commits(run), *_evaluations(run.evaluations), *_numbers(run.metrics), *run.remarks]
+    played = [*_evaluations(run.evaluations), *_adaptations(run.adaptations)]
+    return [*_progress(run), *_commits(run), *played, *_numbers(run.metrics), *run.remarks]
 
 
 def comparable(evaluations: Sequence[Record]) -> list[bool]:
@@ -66,6 +67,11 @@ def _evaluations(evaluations: Sequence[Record]) -> list[str]:
             f"These evaluations played other problems than the last one and are in no chart: {', '.join(other)}."
         )
     return found
+
+
+def _adaptations(adaptations: Sequence[Record]) -> list[str]:
+    partial = [f"checkpoint {line['iteration']} ({line['split']})" for line in adaptations if not line["complete"]]
+    return [f"Episodes of these adaptations failed, some means are of a part: {', '.join(partial)}."] if partial else []
 
 
 def _numbers(metrics: Sequence[Record]) -> list[str]:

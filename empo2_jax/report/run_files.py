@@ -51,7 +51,7 @@ EVALUATION: Shape = {
     "rows": dict.fromkeys(("task", "variation", "scores")),
 }
 ADAPTATION: Shape = {
-    **dict.fromkeys(("label", "iteration", "split", "memory", "score", "best_score")),
+    **dict.fromkeys(("label", "iteration", "split", "memory", "score", "best_score", "complete")),
     "rows": dict.fromkeys(("task",)),
 }
 LARGEST_STORE = 512_000_000  # bytes of states that are read to draw them

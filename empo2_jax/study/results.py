@@ -168,8 +168,13 @@ def _arm_differences(arm: str, committed: Sequence[Record], fresh: Sequence[Reco
         return [f"{arm}: the committed results lack seed {missing[0]}"]
     if not same:
         return []
-    if any(row["tasks"].keys() != same[0]["tasks"].keys() for row in (*same, *fresh)):
+    rows = (*same, *fresh)
+    if any(row["tasks"].keys() != same[0]["tasks"].keys() for row in rows):
         return [f"{arm}: another panel: {', '.join(sorted(fresh[0]['tasks']))}"]
+    if len({row["problems"] for row in rows if "problems" in row}) > 1:
+        return [f"{arm}: other problems of these tasks were played"]
+    if len({row["adaptation"]["panel"] for row in rows if row.get("adaptation", {}).get("panel")}) > 1:
+        return [f"{arm}: the adaptation played other problems or began otherwise"]
     found = []
     for quantity, now in _quantities(fresh).items():
         before = _quantities(same).get(quantity)

@@ -120,9 +120,13 @@ def test_adaptation_has_its_own_section_and_is_never_among_the_evaluations(tmp_p
     rows = [{"task": "lamp", "variation": 0, "scores": [41.0, None]}]
     lines = {"score": [41.0, 19.0], "success": [0.0, 0.0], "best_score": [41.0, 43.0], "best_success": [0.0, 0.0]}
     record = {"label": label, "iteration": 2, "split": "test", "memory": "empty", "rows": rows, **lines}
-    write_lines(tmp_path / "adaptations.jsonl", record)
+    failed = "Episodes of these adaptations failed, some means are of a part: checkpoint 2 (test)."
+    write_lines(tmp_path / "adaptations.jsonl", record | {"complete": True})
+    assert failed not in write_report(tmp_path).read_text()
+    write_lines(tmp_path / "adaptations.jsonl", record | {"complete": False})
     page = write_report(tmp_path).read_text()
     Page(page)
+    assert failed in page and "tips after each trial. Episodes failed: a trial" in page
     assert f">{label}</h2>" in page and "Checkpoint 2: lamp (test)" in page
     section = page[page.index(f">{label}</h2>") :]
     section = section[: section.index("</section>")]
@@ -175,7 +179,7 @@ def test_a_run_of_another_version_has_a_page_that_says_what_is_left_out(tmp_path
     text = Page(write_report(run).read_text()).text
     for expected in (
         "evaluations.jsonl: 2 of 3 lines are left out: they lack complete, scores, task, variation.",
-        "adaptations.jsonl: 1 of 1 lines are left out: they lack best_score, memory, score, split, task.",
+        "adaptations.jsonl: 1 of 1 lines are left out: they lack best_score, complete, memory, score, split, task.",
         "episodes/1.jsonl is left out: it has unknown stop reasons: bored.",
         "Checkpoint 2 is passed over: an entry of the memory lacks buffer, counter, episode, iteration.",
         "The groups are not listed: config.toml is missing or not understood",

@@ -11,7 +11,7 @@ import pytest
 from empo2_jax.errors import ConfigError, DataError
 from empo2_jax.study.base import cells_of, load_study
 from empo2_jax.study.page import write_page
-from empo2_jax.study.results import RESULTS_FILE, collect, differences, read_results, write_results
+from empo2_jax.study.results import RESULTS_FILE, Results, collect, differences, read_results, write_results
 from tests.fixtures.studies import make_results, make_row, make_study
 
 ROOT = Path(__file__).parents[2]
@@ -111,6 +111,22 @@ def test_what_was_run_is_recorded(tmp_path: Path) -> None:
     assert config["algorithm.p_memory"] == 0.0 and "run.seed" not in config and "run.dir" not in config
     assert results.names == ["new"] and results.commits == ["c0ffee"] and results.failed == ["reason"]
     assert json.loads(json.dumps(config)) == config  # as a file gives it back
+
+
+def test_other_problems_under_the_same_names_are_named() -> None:
+    def played(problems: str, panel: str) -> Results:
+        curve = {"score": [1.0], "best": [1.0], "panel": panel}
+        return make_results(
+            SCORES, rows=[make_row("new", s, 1.0, problems=problems, adaptation=curve) for s in range(3)]
+        )
+
+    committed = played("a", "x")
+    assert differences(committed, replace(played("a", "x"), arms={"new": committed.arms["new"]})) == []
+    for fresh, said in (
+        (played("b", "x"), "new: other problems of these tasks were played"),
+        (played("a", "y"), "new: the adaptation played other problems or began otherwise"),
+    ):
+        assert said in differences(committed, fresh)
 
 
 @pytest.mark.parametrize(
