@@ -1,6 +1,6 @@
 """Kill -9 at every phase boundary and at random moments: toy run and ScienceWorld end as if nobody had touched them.
 
-52 kills: 18 boundaries and 12 moments of the toy run; 18 boundaries, one in the warm start and 3 moments of
+56 kills: 20 boundaries and 12 moments of the toy run; 20 boundaries, one in the warm start and 3 moments of
 `configs/scienceworld_tiny.toml`. Every hash (parameters, optimizer, memory, novelty, metrics) is that of the run that
 was never interrupted, and no process outlives the one that was killed.
 """
@@ -29,6 +29,7 @@ BOUNDARIES = (  # in the order of a run; the count is that of the process, which
     ("checkpoint:CheckpointStore:_publish", "before", 1),  # checkpoint 0 written, not yet there
     ("trainer:Trainer:save", "after", 1),
     ("rollout.jax_engine:JaxEngine:generate", "after", 3),  # in mid-rollout
+    ("rollout.reflect:PolicyTipWriter:write", "after", 1),
     ("experience:Experience:collect", "after", 1),
     ("experience:Experience:reward_novelty", "after", 1),
     ("learner.step:Learner:update", "before", 1),
@@ -37,6 +38,7 @@ BOUNDARIES = (  # in the order of a run; the count is that of the process, which
     ("memory.novelty:NoveltyStore:commit", "after", 1),
     ("metrics:EpisodeLog:write", "before", 1),
     ("metrics:EpisodeLog:write", "after", 1),
+    ("rollout.jax_engine:JaxEngine:load", "after", 2),  # the new weights; the first load is that of the start
     ("metrics:MetricsLog:write", "after", 1),
     ("checkpoint:CheckpointStore:_publish", "before", 1),
     ("checkpoint:CheckpointStore:_drop_others", "before", 1),  # checkpoint 1 is there
