@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from empo2_jax.errors import DataError
+from empo2_jax.errors import GUIDE, DataError
 from empo2_jax.metrics import JsonLines, read_jsonl
 from empo2_jax.progress import note
 from empo2_jax.rollout.collect import Assignment, Ended
@@ -66,7 +66,7 @@ class Journal:
                 for ended in map(_ended, read_jsonl(path)):
                     self._known[ended.episode.id] = ended
             except (DataError, KeyError, TypeError, ValueError, zlib.error) as error:
-                _log.warning("%s: the rest of it is not taken up: %s", path, error)
+                _log.warning("%s: the rest of it is played again: %s; %sepisodes-played-again", path, error, GUIDE)
         if self._known:
             note(f"{len(self._known)} episodes of this rollout had ended before and are kept")
         self._file = JsonLines(folder / f"{rollout}-{process}.jsonl")
