@@ -86,7 +86,7 @@ def interval_chart(title: str, intervals: Mapping[str, tuple[float, float, float
         parts.append(f'<line x1="{place(0.0):.1f}" x2="{place(0.0):.1f}" y1="4" y2="{height + 8}" stroke="#333333"/>')
     for number, (label, (value, low, high)) in enumerate(intervals.items()):
         y, color = 26 * number + 18, COLORS[0]
-        parts.append(f'<text x="{left - 10}" y="{y + 4}" text-anchor="end">{escape(label)}</text>')
+        parts.append(f'<text x="{left - 10}" y="{y + 4}" text-anchor="end">{_legend_text(label)}</text>')
         if math.isfinite(low) and math.isfinite(high):
             line = f'<line x1="{place(low):.1f}" x2="{place(high):.1f}" y1="{y}" y2="{y}" stroke="{color}"'
             parts.append(f'{line} stroke-width="3"/>')
@@ -195,7 +195,7 @@ def _grid(
 
 
 def _line(number: int, color: str, label: str, places: Points) -> list[str]:
-    dash = DASHES[number // 2 % len(DASHES)]
+    dash = DASHES[(number // 2 + number // len(COLORS)) % len(DASHES)]  # 32 pairs of color and dashes
     stroke = f'stroke="{color}"' + (f' stroke-dasharray="{dash}"' if dash else "")
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     marks = (

@@ -1,5 +1,7 @@
 """Where charts place what, and ticks and spans at the edges of floating point."""
 
+import re
+
 import pytest
 
 from empo2_jax.charts import COLORS, interval_chart, line_chart, scatter_chart, ticks
@@ -72,3 +74,9 @@ def test_intervals_are_drawn_where_they_are_finite() -> None:
     assert ">0</text>" not in interval_chart("scores", {"a": (5.0, 4.0, 6.0)})
     assert ">0</text>" in interval_chart("scores", {"a": (5.0, 4.0, 6.0)}, zero=True)
     assert interval_chart("scores", {}) == ""
+
+
+def test_lines_of_many_series_differ_in_color_or_dashes() -> None:
+    svg = line_chart("many", {f"s{n}": [(0.0, float(n)), (1.0, float(n))] for n in range(32)})
+    strokes = re.findall(r'<polyline [^>]*stroke-width="2" ([^>]*?)/>', svg)
+    assert len(strokes) == 32 == len(set(strokes))

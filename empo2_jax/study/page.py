@@ -5,6 +5,7 @@ It needs no network and no script. Every figure names the command, commit and co
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,6 +22,8 @@ from empo2_jax.study.tables import TRIED_NOTE, Table, marked, tables
 PAGE_FILE = "study.html"
 Curve = Sequence[tuple[float, float]]
 Rows = Mapping[str, Sequence[Record]]  # by arm
+Drawn = Callable[[Record], Curve]
+MOST_LINES = 8  # in a picture
 
 
 @dataclass(frozen=True)
@@ -59,24 +62,46 @@ def render(path: Path, **values: Any) -> Path:
 
 def figures(results: Results) -> list[Figure]:
     """All figures that the rows have numbers for; curves over iterations are those of arms that were evaluated."""
+    mark = TRIED_NOTE if results.tried else ""
     scores = {name: results.score(name) for name in results.names}
     against = {name: results.difference(name) for name in results.names if name != results.tested}
     dots = {marked(results, name): (e.value, e.low, e.high) for name, e in scores.items()}
-    gaps = {f"{results.tested} − {marked(results, name)}": (e.value, e.low, e.high) for name, e in against.items() if e}
-    mean, mark = "Mean over seeds", TRIED_NOTE if results.tried else ""
-    whole = {name: results.of(name) for name in results.names}
-    chosen = {name: rows for name, rows in whole.items() if name not in results.tried}
+    gaps = {marked(results, name): (e.value, e.low, e.high) for name, e in against.items() if e}
+    less = f"{results.tested} less the arm: mean paired difference over seeds, 95 % interval, points.{mark}"
     made = [
         _dots("Scores", f"Interquartile mean, 95 % interval, points; without memory.{mark}", dots, zero=False),
-        _dots("What each change costs", f"Mean paired difference over seeds, 95 % interval, points.{mark}", gaps, True),
-        _curves(chosen, "Learning curves", "Panel without memory, points: interquartile mean, 95 % interval.", _panel),
-        _curves(chosen, "Training score", "Training episodes, points: interquartile mean, 95 % interval.", _training),
-        _lines(chosen, "Score against wall time", f"{mean}: panel without memory, points.", _timed, "minutes"),
-        _lines(chosen, "Entropy", f"{mean}, nats per token.", _entropy, "iteration"),
-        _lines(whole, "Adaptation", f"{mean}, points of each trial; weights fixed, memory on.", _adaptation, "trial"),
-        _lines(whole, "Best adaptation", f"{mean}: the best episodes of the trials so far.", _best, "trial"),
+        _dots("What each change costs", less, gaps, zero=True),
     ]
+    whole = {name: results.of(name) for name in results.names}
+    chosen = {name: rows for name, rows in whole.items() if name not in results.tried}
+    for title, note, points, x_label in BANDED:
+        made += [_curves(rows, name, note, points, x_label) for name, rows in _parts(results, chosen, title, points)]
+    for title, note, points, x_label in LINES:
+        arms = whole if x_label == "trial" else chosen
+        made += [_lines(rows, name, note, points, x_label) for name, rows in _parts(results, arms, title, points)]
     return [figure for figure in made if figure]
+
+
+def _parts(results: Results, arms: Rows, title: str, points: Drawn) -> list[tuple[str, Rows]]:
+    """Titles with the arms that are drawn under them: few enough to be told apart.
+
+    The tested arm and the reference are in each picture, and arms whose names begin alike stay together if they can.
+    """
+    drawn = {name: rows for name, rows in arms.items() if any(points(row) for row in rows)}
+    if len(drawn) <= MOST_LINES:
+        return [(title, drawn)]
+    always = [name for name in dict.fromkeys((results.tested, results.reference)) if name in drawn]
+    room, pictures = MOST_LINES - len(always), [[]]
+    for _, group in groupby((name for name in drawn if name not in always), lambda name: name.partition("_")[0]):
+        alike = list(group)
+        if len(pictures[-1]) + len(alike) > room:
+            pictures.append([])
+        for name in alike:
+            if len(pictures[-1]) == room:
+                pictures.append([])
+            pictures[-1].append(name)
+    chosen = [{name: drawn[name] for name in (*always, *names)} for names in pictures if names]
+    return [(f"{title}, {number} of {len(chosen)}", rows) for number, rows in enumerate(chosen, 1)]
 
 
 def _dots(title: str, note: str, rows: Mapping[str, tuple[float, float, float]], zero: bool) -> Figure | None:
@@ -85,7 +110,7 @@ def _dots(title: str, note: str, rows: Mapping[str, tuple[float, float, float]],
     return Figure(title, note, svg, Table(title, note, ["", "value", "low", "high"], cells)) if svg else None
 
 
-def _curves(arms: Rows, title: str, note: str, points: Callable[[Record], Curve]) -> Figure | None:
+def _curves(arms: Rows, title: str, note: str, points: Drawn, x_label: str) -> Figure | None:
     """Interquartile mean over seeds with its interval, where every seed has a value."""
     lines, bands, cells = {}, {}, []
     for name, rows in arms.items():
@@ -93,15 +118,13 @@ def _curves(arms: Rows, title: str, note: str, points: Callable[[Record], Curve]
         lines[name] = [(x, e.value) for x, e in estimates.items()]
         bands[name] = [(x, e.low, e.high) for x, e in estimates.items()]
         cells += [[name, *map(number_text, (x, e.value, e.low, e.high))] for x, e in estimates.items()]
-    svg = line_chart(title, lines, "iteration", bands)
+    svg = line_chart(title, lines, x_label, bands)
     return (
-        Figure(title, note, svg, Table(title, note, ["arm", "iteration", "value", "low", "high"], cells))
-        if svg
-        else None
+        Figure(title, note, svg, Table(title, note, ["arm", x_label, "value", "low", "high"], cells)) if svg else None
     )
 
 
-def _lines(arms: Rows, title: str, note: str, points: Callable[[Record], Curve], x_label: str) -> Figure | None:
+def _lines(arms: Rows, title: str, note: str, points: Drawn, x_label: str) -> Figure | None:
     lines = {}
     for name, rows in arms.items():
         curves = [list(points(row)) for row in rows]
@@ -112,7 +135,7 @@ def _lines(arms: Rows, title: str, note: str, points: Callable[[Record], Curve],
     return Figure(title, note, svg, Table(title, note, ["arm", x_label, "value"], cells)) if svg else None
 
 
-def _gathered(rows: Sequence[Record], points: Callable[[Record], Curve]) -> dict[float, list[float]]:
+def _gathered(rows: Sequence[Record], points: Drawn) -> dict[float, list[float]]:
     found: dict[float, list[float]] = {}
     for row in rows:
         for x, y in points(row):
@@ -142,3 +165,16 @@ def _adaptation(row: Record, curve: str = "score") -> Curve:
 
 def _best(row: Record) -> Curve:
     return _adaptation(row, "best")
+
+
+# Title, note, points of a row, label of the horizontal axis: over all seeds with an interval, or as a mean alone.
+BANDED: tuple[tuple[str, str, Drawn, str], ...] = (
+    ("Learning curves", "Panel without memory, points: interquartile mean, 95 % interval.", _panel, "iteration"),
+    ("Training score", "Training episodes, points: interquartile mean, 95 % interval.", _training, "iteration"),
+)
+LINES: tuple[tuple[str, str, Drawn, str], ...] = (
+    ("Score against wall time", "Mean over seeds: panel without memory, points.", _timed, "minutes"),
+    ("Entropy", "Mean over seeds, nats per token.", _entropy, "iteration"),
+    ("Adaptation", "Mean over seeds, points of each trial; weights fixed, memory on.", _adaptation, "trial"),
+    ("Best adaptation", "Mean over seeds: the best episodes of the trials so far.", _best, "trial"),
+)

@@ -33,6 +33,10 @@ def marked(results: Results, name: str) -> str:
     return f"{name} †" if name in results.tried else name
 
 
+def _note(results: Results) -> str:
+    return TRIED_NOTE if results.tried else ""
+
+
 def tables(results: Results) -> list[Table]:
     """All tables: scores, seeds, tasks where there are several, adaptation and entropy where they are known, cost."""
     made = [scores(results), seeds(results)]
@@ -60,7 +64,7 @@ def scores(results: Results) -> Table:
     note = (
         "Score without memory at the last evaluation, points. Interquartile mean over seeds and tasks with its 95 % "
         f"interval (bootstrap within tasks); success in %; {results.tested} less the arm, over the seeds that both "
-        f"have: mean and 95 % interval (Student's t).{TRIED_NOTE if results.tried else ''}"
+        f"have: mean and 95 % interval (Student's t).{_note(results)}"
     )
     columns = ["arm", "seeds", "mean", "interquartile mean", "success", f"{results.tested} − arm"]
     return Table("Scores", note, columns, rows)
@@ -71,7 +75,8 @@ def seeds(results: Results) -> Table:
     by_arm = {name: {row["seed"]: row["score"] for row in results.of(name)} for name in results.names}
     numbers = sorted({seed for scores in by_arm.values() for seed in scores})
     rows = [[str(n), *(f"{s[n]:.1f}" if n in s else "missing" for s in by_arm.values())] for n in numbers]
-    return Table("Seeds", "Score without memory of every run, points.", ["seed", *by_arm], rows)
+    columns = ["seed", *(marked(results, name) for name in by_arm)]
+    return Table("Seeds", f"Score without memory of every run, points.{_note(results)}", columns, rows)
 
 
 def tasks(results: Results) -> Table:
@@ -81,7 +86,9 @@ def tasks(results: Results) -> Table:
         [task, *(f"{fmean(row['tasks'].get(task, np.nan) for row in results.of(arm)):.1f}" for arm in results.names)]
         for task in names
     ]
-    return Table("Tasks", "Score without memory by task, mean over seeds, points.", ["task", *results.names], rows)
+    columns = ["task", *(marked(results, name) for name in results.names)]
+    note = f"Score without memory by task, mean over seeds, points.{_note(results)}"
+    return Table("Tasks", note, columns, rows)
 
 
 def adaptation(results: Results) -> Table:

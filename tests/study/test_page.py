@@ -79,8 +79,24 @@ def test_figures_have_the_curves_of_the_rows() -> None:
     assert made["Score against wall time"].table.rows[1] == ["new", "2", "85"]
     assert made["Adaptation"].table.rows[1] == ["new", "2", "5"]
     assert made["Best adaptation"].table.rows[1] == ["new", "2", "8"]
-    assert made["What each change costs"].table.rows[0][:2] == ["new − old", "60"]
+    assert made["What each change costs"].table.rows[0][:2] == ["old", "60"]
+    assert made["What each change costs"].note.startswith("new less the arm: mean paired difference")
     assert "Adaptation" not in {figure.title for figure in figures(results)}
+
+
+def test_many_arms_are_drawn_in_several_pictures() -> None:
+    names = ["old", "new", "gigpo", "p_1", "p_2", "p_3", "p_4", *(f"q_{n}" for n in range(5)), "mask"]
+    results = replace(make_results({name: [50.0, 60.0] for name in names}), tested="new", reference="old")
+    drawn = [list(dict.fromkeys(row[0] for row in f.table.rows)) for f in figures(results) if "curves" in f.title]
+    assert drawn == [
+        ["new", "old", "gigpo", "p_1", "p_2", "p_3", "p_4"],
+        ["new", "old", *(f"q_{n}" for n in range(5)), "mask"],
+    ]
+    titles = [figure.title for figure in figures(results)]
+    assert titles[:4] == ["Scores", "What each change costs", "Learning curves, 1 of 2", "Learning curves, 2 of 2"]
+    many = make_results({name: [50.0] for name in ("new", "old", *(f"q_{n}" for n in range(20)))})
+    parts = [f for f in figures(many) if f.title.startswith("Entropy")]
+    assert [len({row[0] for row in f.table.rows}) for f in parts] == [8, 8, 8, 4]
 
 
 def test_scores_that_have_seen_test_rewards_are_marked_and_in_no_curve_of_training(
@@ -92,8 +108,9 @@ def test_scores_that_have_seen_test_rewards_are_marked_and_in_no_curve_of_traini
     results = replace(results, rows=[row | (changed if row["arm"] == "old" else {}) for row in results.rows])
     assert [row[0] for row in scores(results).rows] == ["new", "old †"]
     assert scores(results).note.endswith("† Of the last trial, which has seen test rewards.")
+    assert seeds(results).columns == ["seed", "new", "old †"] and seeds(results).note.endswith("seen test rewards.")
     arms = {figure.title: {row[0] for row in figure.table.rows} for figure in figures(results)}
-    assert arms["Scores"] == {"new", "old †"} and arms["What each change costs"] == {"new − old †"}
+    assert arms["Scores"] == {"new", "old †"} and arms["What each change costs"] == {"old †"}
     for title in ("Learning curves", "Training score", "Score against wall time", "Entropy"):
         assert arms[title] == {"new"}
     assert arms["Adaptation"] == arms["Best adaptation"] == {"old"}
@@ -143,11 +160,14 @@ def test_a_run_that_other_code_began_is_named_with_its_commits(tmp_path: Path) -
 @pytest.mark.parametrize("width", [390, 1280])
 def test_the_page_fits_a_phone_and_a_desk_in_a_real_browser(tmp_path: Path, width: int) -> None:
     arms = {name: [50.0, 60.0, 70.0] for name in ("new", "old", *(f"a_rather_long_name_{n}" for n in range(8)))}
-    page = write_page(make_results(arms), tmp_path / "page.html")
+    results, curve = make_results(arms), {"score": [0.0, 5.0], "best": [0.0, 8.0]}
+    training = [[n, 1.0, 1.5, 60.0 * n] for n in range(1, 6)]
+    more = {"training": training, "adaptation": curve, "tasks": {"lamp": 1.0, "door": 2.0}}
+    page = write_page(replace(results, rows=[row | more for row in results.rows]), tmp_path / "page.html")
     with browser(tmp_path / "profile") as tab:
         tab.call("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=width < 500)
         tab.open(page.as_uri())
-        tab.wait("document.readyState === 'complete' && document.querySelectorAll('figure').length === 6")
+        tab.wait("document.readyState === 'complete' && document.querySelectorAll('figure').length === 14")
         assert tab.evaluate("document.documentElement.scrollWidth") <= width
         # wide tables scroll in themselves, and the keyboard gets there
         assert tab.evaluate("[...document.querySelectorAll('.scroll')].every(box => box.tabIndex === 0)")
