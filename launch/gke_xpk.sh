@@ -19,6 +19,7 @@ run.dir must lie on storage that all hosts mount.
 EOF
 }
 fail() { echo "gke_xpk: $*" >&2; exit 2; }
+source "$(dirname "${BASH_SOURCE[0]}")/options.sh"
 
 cluster="" image="" tpu="" slices=1 workload=empo2 restarts=10 dry_run=false arguments=()
 while (($#)); do
@@ -26,9 +27,9 @@ while (($#)); do
     --cluster) [[ -n ${2:-} ]] || fail "--cluster needs a name"; cluster=$2; shift ;;
     --image) [[ -n ${2:-} ]] || fail "--image needs a name"; image=$2; shift ;;
     --tpu-type) [[ -n ${2:-} ]] || fail "--tpu-type needs a type"; tpu=$2; shift ;;
-    --slices) [[ -n ${2:-} ]] || fail "--slices needs a number"; slices=$2; shift ;;
+    --slices) whole "$1" "${2:-}" 1 10000; slices=$2; shift ;;
     --workload) [[ -n ${2:-} ]] || fail "--workload needs a name"; workload=$2; shift ;;
-    --restarts) [[ -n ${2:-} ]] || fail "--restarts needs a number"; restarts=$2; shift ;;
+    --restarts) whole "$1" "${2:-}" 0 1000000; restarts=$2; shift ;;
     --dry-run) dry_run=true ;;
     -h | --help) usage; exit 0 ;;
     *) arguments+=("$1") ;;

@@ -14,7 +14,10 @@ The result lies in runs/quickstart; a run that was interrupted continues when th
 EOF
 }
 
+fail() { echo "quickstart: $*" >&2; exit 2; }
+
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+source "$root/launch/options.sh"
 cd "$root"
 export MALLOC_MMAP_THRESHOLD_=1048576 # weights that are freed go back to the system at once: 2 GB less at the peak
 config=configs/quickstart.toml run_dir=runs/quickstart dry_run=false overrides=()
@@ -22,7 +25,7 @@ while (($#)); do
   case $1 in
     --dry-run) dry_run=true ;;
     --iterations)
-      [[ ${2:-} =~ ^[0-9]+$ ]] || { echo "quickstart: --iterations needs a number" >&2; exit 2; }
+      whole "$1" "${2:-}" 0 999999999
       overrides+=(--run.iterations "$2"); shift ;;
     -h | --help) usage; exit 0 ;;
     *) overrides+=("$1") ;;

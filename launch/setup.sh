@@ -17,10 +17,14 @@ EOF
 fail() { echo "setup: $*" >&2; exit 2; }
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-accelerator=cpu extras=${EXTRAS:-dev,notebooks,envs} venv=$root/.venv dry_run=false
+source "$root/launch/options.sh"
+accelerator="" extras=${EXTRAS:-dev,notebooks,envs} venv=$root/.venv dry_run=false
 while (($#)); do
   case $1 in
-    cpu | cuda12 | cuda13 | tpu) accelerator=$1 ;;
+    cpu | cuda12 | cuda13 | tpu)
+      [[ -z $accelerator ]] || fail "$accelerator $1: one accelerator is allowed"
+      accelerator=$1
+      ;;
     --extras) [[ -n ${2:-} ]] || fail "--extras needs a list"; extras=$2; shift ;;
     --venv) [[ -n ${2:-} ]] || fail "--venv needs a directory"; venv=$2; shift ;;
     --dry-run) dry_run=true ;;
@@ -34,7 +38,7 @@ IFS=', ' read -ra asked <<<"$extras"
 for extra in ${asked[@]+"${asked[@]}"}; do
   [[ " $known " == *" $extra "* ]] || fail "--extras $extra: pyproject.toml has no such extra; allowed: ${known// /, }"
 done
-[[ $accelerator == cpu ]] || extras=$extras,$accelerator
+[[ ${accelerator:=cpu} == cpu ]] || extras=$extras,$accelerator
 
 suitable() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
 
@@ -69,6 +73,7 @@ if [[ -f $stamp && -x $venv/bin/python && $(sed -n 1p "$stamp") == "$(stamp_of "
   exit 0
 fi
 
+makeable --venv "$venv"
 run() {
   echo "+ $*"
   $dry_run || "$@"

@@ -19,6 +19,7 @@ EOF
 fail() { echo "sglang_cpu: $*" >&2; exit 2; }
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+source "$root/launch/options.sh"
 venv=$root/.sglang torch_index=() dry_run=false
 while (($#)); do
   case $1 in
@@ -39,6 +40,7 @@ if [[ -f $stamp && $(<"$stamp") == "$wanted" ]]; then
   exit 0
 fi
 
+makeable --venv "$venv"
 run() {
   echo "+ $*"
   $dry_run || "$@"

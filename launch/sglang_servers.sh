@@ -24,18 +24,19 @@ EOF
 fail() { echo "sglang_servers: $*" >&2; exit 2; }
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+source "$root/launch/options.sh"
 model='' count=1 tp=1 cpu=false venv=$root/.sglang urls=sglang_servers.txt logs=sglang_logs host=127.0.0.1 wait_s=900
 dry_run=false more=()
 while (($#)); do
   case $1 in
-    --count) [[ -n ${2:-} ]] || fail "--count needs a number"; count=$2; shift ;;
-    --tp) [[ -n ${2:-} ]] || fail "--tp needs a number"; tp=$2; shift ;;
+    --count) whole "$1" "${2:-}" 1 256; count=$2; shift ;;
+    --tp) whole "$1" "${2:-}" 1 256; tp=$2; shift ;;
     --cpu) cpu=true ;;
     --venv) [[ -n ${2:-} ]] || fail "--venv needs a directory"; venv=$2; shift ;;
     --urls) [[ -n ${2:-} ]] || fail "--urls needs a file"; urls=$2; shift ;;
     --logs) [[ -n ${2:-} ]] || fail "--logs needs a directory"; logs=$2; shift ;;
     --host) [[ -n ${2:-} ]] || fail "--host needs an address"; host=$2; shift ;;
-    --wait) [[ -n ${2:-} ]] || fail "--wait needs seconds"; wait_s=$2; shift ;;
+    --wait) whole "$1" "${2:-}" 1 1000000; wait_s=$2; shift ;;
     --dry-run) dry_run=true ;;
     -h | --help) usage; exit 0 ;;
     --) shift; more=("$@"); break ;;
@@ -45,7 +46,6 @@ while (($#)); do
   shift
 done
 [[ -n $model ]] || { usage >&2; fail "a model folder is needed"; }
-[[ $count =~ ^[1-9][0-9]*$ && $tp =~ ^[1-9][0-9]*$ && $wait_s =~ ^[1-9][0-9]*$ ]] || fail "--count, --tp and --wait take numbers"
 [[ $host == 127.0.0.1 || $host == localhost || -n ${EMPO2_API_KEY:-} ]] ||
   fail "--host $host is open to others: set EMPO2_API_KEY, or listen on 127.0.0.1"
 

@@ -21,6 +21,21 @@ from typing import NoReturn
 USER_MISTAKE = 2  # exit code that trying again does not change
 STOPPED = 143
 POLL_S = 0.1
+LIMITS = {
+    "processes": (1, 256),
+    "devices": (1, 256),
+    "retries": (0, 1_000_000),
+    "pause": (0, 86_400),
+    "grace": (0, 86_400),
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """Mistakes are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """End with it."""
+        fail(message)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -52,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Options before `--`, the command after it."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="supervise.py",
         usage="%(prog)s [options] -- COMMAND ...",
         description="Run a command as a gang of local processes and start it again when one dies.",
@@ -72,8 +87,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_args(own)
     if not command:
         fail("no command; write it after `--`")
-    if options.processes < 1 or options.retries < 0 or (options.devices is not None and options.devices < 1):
-        fail("--processes and --devices: at least 1, --retries: at least 0")
+    for name, (least, most) in LIMITS.items():
+        value = vars(options)[name]
+        if value is not None and not least <= value <= most:
+            fail(f"--{name} {value}: {least} to {most} is allowed")
     if options.logs is None:
         at = command.index("--run.dir") + 1 if "--run.dir" in command[:-1] else None
         options.logs = Path(command[at] if at else "runs") / "logs"

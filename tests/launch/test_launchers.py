@@ -107,7 +107,20 @@ def test_what_is_needed_is_named() -> None:
         (("launch/slurm_sglang.sbatch", *CONFIG), "slurm_sglang: SGLANG_MODEL is not set"),
         (("launch/gke_xpk.sh", *CONFIG), "gke_xpk: --cluster, --image and --tpu-type are needed"),
         (("launch/tpu_vm.sh", *CONFIG), "tpu_vm: --name and --zone are needed"),
-        (("launch/local.sh", "--devices", "no", *CONFIG), "local: --processes and --devices"),
+        (
+            ("launch/local.sh", "--devices", "no", *CONFIG),
+            "local: --devices no: a whole number from 1 to 256 is allowed",
+        ),
+        (("launch/local.sh", "--processes", "9" * 30, *CONFIG), f"local: --processes {'9' * 30}: a whole number from"),
+        (("launch/local.sh", "--grace", "-1", *CONFIG), "supervise: --grace -1.0: 0 to 86400 is allowed"),
+        (("launch/local.sh", "--grace", "nan", *CONFIG), "supervise: --grace nan: 0 to 86400 is allowed"),
+        (("launch/local.sh", "--retries", "x", *CONFIG), "supervise: argument --retries: invalid int value: 'x'"),
+        ((*XPK[:-1], "x", *CONFIG), "gke_xpk: --slices x: a whole number from 1 to 10000 is allowed"),
+        ((*XPK, "--restarts", "-1", *CONFIG), "gke_xpk: --restarts -1: a whole number from 0 to "),
+        (("launch/sglang_servers.sh", "m", "--count", "9" * 30), f"sglang_servers: --count {'9' * 30}: a whole number"),
+        (("launch/sglang_servers.sh", "m", "--tp", "0"), "sglang_servers: --tp 0: a whole number from 1 to 256"),
+        (("launch/setup.sh", "cpu", "tpu"), "setup: cpu tpu: one accelerator is allowed"),
+        (("launch/setup.sh", "--venv", "/dev/null/x", "--dry-run"), "setup: --venv /dev/null/x: cannot be made, since"),
         (("launch/local.sh", "--dry-run", "nowhere.toml"), "local: nowhere.toml: no such configuration file"),
         (("launch/local.sh", "--run.name", "x", "nowhere.toml"), "local: nowhere.toml: no such configuration file"),
         (("launch/local.sh", "--run.name", "x"), "local: CONFIG is missing"),
@@ -116,11 +129,20 @@ def test_what_is_needed_is_named() -> None:
         (("launch/setup.sh", "--extras", "dev,nosuch"), "setup: --extras nosuch: pyproject.toml has no such extra; "),
         (("launch/setup.sh", "--extras"), "setup: --extras needs a list"),
         (("launch/quickstart.sh", "--iterations"), "quickstart: --iterations needs a number"),
-        (("launch/quickstart.sh", "--iterations", "--dry-run"), "quickstart: --iterations needs a number"),
+        (
+            ("launch/quickstart.sh", "--iterations", "--dry-run"),
+            "quickstart: --iterations --dry-run: a whole number from",
+        ),
     ):
         done = run(*arguments)
-        assert done.returncode == 2
+        assert done.returncode == 2, arguments
         assert done.stderr.splitlines()[-1].startswith(said)
+
+
+def test_a_port_of_servers_is_a_port() -> None:
+    for port in ("x", "0", "70000", "9" * 30):
+        done = run("launch/slurm_sglang.sbatch", "--dry-run", *CONFIG, SGLANG_MODEL="m", SGLANG_PORT=port)
+        assert (done.returncode, done.stderr) == (2, f"slurm_sglang: SGLANG_PORT={port}: 1 to 65535 is allowed\n")
 
 
 def test_the_extras_of_pyproject_are_allowed(tmp_path: Path) -> None:
