@@ -25,7 +25,7 @@ from empo2_jax.checkpoint_files import (
     format_problem,
     hash_folder,
     kept_steps,
-    read_json,
+    read_object,
     require_space,
     sync,
     sync_tree,
@@ -173,7 +173,7 @@ class CheckpointStore:
             leaves = checkpointer.restore(path, args=arguments)
         state = jax.tree.unflatten(jax.tree.structure(abstract_state), [leaves[name] for name in target])
         self._parent = step
-        return state, folder, read_json(folder / "cursor.json")
+        return state, folder, read_object(folder / "cursor.json")
 
     def set_aside_after(self, step: int) -> None:
         """Rename checkpoints newer than `step`: the run goes back to it, and nothing may continue from them."""
@@ -206,8 +206,8 @@ class CheckpointStore:
         if step is None:
             raise CheckpointError(f"{self._folder}: no checkpoint")
         folder = self._verified(step)
-        content = read_json(folder / "manifest.json")["content"]
-        lines = read_json(folder / "cursor.json")["metrics_lines"]
+        content = read_object(folder / "manifest.json")["content"]
+        lines = read_object(folder / "cursor.json")["metrics_lines"]
         metrics = untimed(read_metrics(self._run_dir / METRICS_FILE)[:lines]) if lines else []
         if len(metrics) < lines:
             raise CheckpointError(f"{self._run_dir / METRICS_FILE}: {len(metrics)} lines, step {step} needs {lines}")
@@ -215,7 +215,7 @@ class CheckpointStore:
 
     def recorded_state_hash(self, step: int) -> str:
         """`state_hash` of what a step holds, as its manifest says."""
-        return read_json(self._verified(step) / "manifest.json")["content"]["state"]
+        return read_object(self._verified(step) / "manifest.json")["content"]["state"]
 
     def _verified(self, step: int) -> Path:
         if step not in self.steps():

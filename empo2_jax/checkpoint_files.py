@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from empo2_jax.errors import CheckpointError
+from empo2_jax.readers import parse_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -43,7 +44,7 @@ def write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
 def format_problem(folder: Path) -> str | None:
     """What to say of a step that another version of this package wrote; None if it is ours or not readable at all."""
     try:
-        found = read_json(folder / MANIFEST).get("format")
+        found = read_object(folder / MANIFEST).get("format")
     except (OSError, CheckpointError):
         return None
     if not isinstance(found, int) or found == FORMAT:
@@ -56,7 +57,7 @@ def format_problem(folder: Path) -> str | None:
 def files_problem(folder: Path) -> str | None:
     """What is wrong with a step's files, None if they are what was written."""
     try:
-        manifest = read_json(folder / MANIFEST)
+        manifest = read_object(folder / MANIFEST)
         foreign = format_problem(folder)
         if foreign is not None:
             return f"{MANIFEST}: {foreign}"
@@ -104,15 +105,9 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; raises `CheckpointError` if it is none."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path.name}: not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path.name}: not a JSON object")
-    return value
+def read_object(path: Path, shape: Any = dict[str, Any]) -> dict[str, Any]:
+    """The JSON object in a file, of `shape`; raises `CheckpointError` if it is none, `OSError` if it is not there."""
+    return parse_json(path.read_bytes(), shape, path.name, CheckpointError)
 
 
 def require_space(path: Path, size: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from empo2_jax.config import Config, EvaluationConfig, parse_config
 from empo2_jax.errors import ConfigError
 from empo2_jax.panels import load_panel
+from empo2_jax.readers import read_toml
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
@@ -61,10 +62,7 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise ConfigError(f"{path}: no such configuration file")
     if path.resolve() in seen:
         raise ConfigError(f"{path}: `extends` runs in a circle")
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # the parser's own, of numbers without end and of deep nesting
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    values = read_toml(path)
     parent = values.pop("extends", None)
     _apply_panel(values, path.parent, str(path))
     parents = [parent] if isinstance(parent, str) else [] if parent is None else parent

@@ -16,7 +16,7 @@ from empo2_jax.cache import cache_folder
 from empo2_jax.config import Config, ModelConfig
 from empo2_jax.errors import Empo2Error
 from empo2_jax.hardware import host_memory
-from empo2_jax.models.hf_weights import read_config
+from empo2_jax.models.qwen2_config import read_config
 from empo2_jax.models.sharding import check_divides, make_mesh, visible_devices
 from empo2_jax.ops.attention_kernels import PREFERRED, obstacle, platform_of, resolve
 

@@ -27,6 +27,8 @@ _ALLOWED = {  # by pydantic's name of the problem; other problems keep pydantic'
     "finite_number": "a finite number is allowed",
     "bool_type": "true or false is allowed",
     "string_type": "text is allowed",
+    "string_unicode": "text in UTF-8 is allowed",
+    "string_too_short": "text of at least {min_length} characters is allowed",
     "tuple_type": "a list is allowed",
     "list_type": "a list is allowed",
     "dict_type": "a table of keys and values is allowed",
@@ -36,6 +38,8 @@ _ALLOWED = {  # by pydantic's name of the problem; other problems keep pydantic'
     "less_than_equal": "at most {le} is allowed",
     "less_than": "less than {lt} is allowed",
     "literal_error": "{expected} is allowed",
+    "enum": "{expected} is allowed",
+    "none_required": "nothing is allowed",
     "too_short": "a length of at least {min_length} is allowed",
     "too_long": "a length of at most {max_length} is allowed",
 }

@@ -15,6 +15,7 @@ from empo2_jax.config import Config
 from empo2_jax.config_file import dump_toml, load_config
 from empo2_jax.errors import CheckpointError, ConfigError, DataError
 from empo2_jax.metrics import EPISODES_FOLDER, EVALUATIONS_FILE, METRICS_FILE, write_atomically
+from empo2_jax.readers import read_json
 from empo2_jax.run_record import CONFIG_FILE, FORK_FILE, identity, read_fork
 
 # What the state of a checkpoint is made for.
@@ -77,13 +78,13 @@ def check_fork(source: Path, step: int | None, config: Config, resume: str = "au
     if chosen is None:
         raise CheckpointError(f"{source}: no good checkpoint")
     origin = {"run": str(source.resolve()), "step": chosen}
-    if made and {key: made[key] for key in origin} != origin:
+    if made and {"run": made["run"], "step": made["step"]} != origin:
         raise CheckpointError(f"{target}: a fork of {made['run']}@{made['step']}; use another run.dir")
     if made and resume == "never":
         raise CheckpointError(f"{target}: is this fork already; use --resume auto or another run.dir")
     if not made and target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target}: not empty; use another run.dir for the fork")
-    return made or {**origin, "hash": store.content_hash(chosen), "changed": changed}
+    return {**made} if made else {**origin, "hash": store.content_hash(chosen), "changed": changed}
 
 
 def fork(source: Path, step: int | None, config: Config, resume: str = "auto") -> Path:
@@ -109,13 +110,13 @@ def _copy(source: Path, step: int, draft: Path) -> None:
     shutil.copytree(source / FOLDER / str(step), draft / FOLDER / str(step), copy_function=_link_or_copy)
     if (source / "start").is_dir():
         shutil.copytree(source / "start", draft / "start", copy_function=_link_or_copy)
-    cursor = json.loads((source / FOLDER / str(step) / "cursor.json").read_text(encoding="utf-8"))
+    cursor = read_json(source / FOLDER / str(step) / "cursor.json", dict[str, Any], CheckpointError)
     for name, count in _LINES.items():
         lines = (source / name).read_bytes().splitlines(keepends=True) if (source / name).is_file() else []
         (draft / name).write_bytes(b"".join(lines[: cursor[count]]))
     (draft / EPISODES_FOLDER).mkdir()
     for path in (source / EPISODES_FOLDER).glob("*.jsonl"):
-        if int(path.stem) <= step:
+        if path.stem.isdecimal() and int(path.stem) <= step:
             shutil.copy2(path, draft / EPISODES_FOLDER / path.name)
 
 

@@ -17,6 +17,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from empo2_jax.errors import DataError
+from empo2_jax.readers import parse_json, read_bytes
+from empo2_jax.records import Metrics
 from empo2_jax.types import Episode, Step
 
 METRICS_FILE = "metrics.jsonl"
@@ -110,7 +112,7 @@ class MetricsLog:
         """Keep the first `keep` iterations (None: all) and show them again to the sinks."""
         self._log = JsonLines(run_dir / METRICS_FILE, keep)
         self._sinks = sinks
-        for record in read_jsonl(self._log.path) if sinks else ():
+        for record in read_metrics(self._log.path) if sinks else ():
             self._show(record)
 
     @property
@@ -233,30 +235,14 @@ def _step_record(step: Step) -> Record:
     }
 
 
-def read_jsonl(path: Path) -> list[Record]:
-    """All whole lines of a JSON-lines file; a torn last line is left out.
+def read_jsonl(path: Path, shape: Any = dict[str, Any]) -> list[Record]:
+    """All whole lines of a JSON-lines file, each of `shape`; a torn last line is left out.
 
     Raises:
-        DataError: the file is missing, or a whole line is not a JSON object; names the line.
+        DataError: the file cannot be read, or a whole line is something else; names the line.
     """
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file") from None
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    records = []
-    for number, line in enumerate(content.splitlines(keepends=True), start=1):
-        if not line.endswith(b"\n"):
-            break
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{path}: line {number} is not JSON: {error}") from None
-        if not isinstance(record, dict):
-            raise DataError(f"{path}: line {number} is not a JSON object")
-        records.append(record)
-    return records
+    whole = (line for line in read_bytes(path).splitlines(keepends=True) if line.endswith(b"\n"))
+    return [parse_json(line, shape, f"{path}: line {number}") for number, line in enumerate(whole, 1)]
 
 
 def read_metrics(path: Path) -> list[Record]:
@@ -271,11 +257,7 @@ def read_metrics(path: Path) -> list[Record]:
             f"{path}: no {METRICS_FILE}: not a run directory, or that of a run before its first iteration; "
             "try again once that has begun"
         )
-    records = read_jsonl(file)
-    for number, record in enumerate(records, start=1):
-        if not isinstance(record.get("iteration"), int):
-            raise DataError(f"{file}: line {number} has no integer `iteration`")
-    return records
+    return read_jsonl(file, Metrics)
 
 
 def untimed(records: Iterable[Mapping[str, Any]]) -> list[Record]:

@@ -4,13 +4,13 @@
 `empo2 evaluate` and studies use them alike. Whether a problem exists is the environment's knowledge and asked there.
 """
 
-import tomllib
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from empo2_jax.errors import ConfigError, wrong_value
+from empo2_jax.errors import ConfigError
+from empo2_jax.readers import read_toml, shaped
 
 Numbers = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1, strict=False)]
 
@@ -44,13 +44,6 @@ class PanelFile(BaseModel):
 
 def load_panel(path: Path) -> PanelFile:
     """Read and check a panel file; raises `ConfigError` that names the file and the key."""
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"evaluation.panel: {path}: no such file") from None
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not a panel: {error}") from None
-    try:
-        return PanelFile.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {wrong_value(error.errors()[0])}") from None
+    if not path.is_file():
+        raise ConfigError(f"evaluation.panel: {path}: no such file")
+    return shaped(read_toml(path), PanelFile, str(path), ConfigError)

@@ -20,8 +20,7 @@ from empo2_jax.config import Config
 from empo2_jax.data.packing import branch_room
 from empo2_jax.errors import ConfigError
 from empo2_jax.hardware import Hardware, find_hardware
-from empo2_jax.models.hf_folder import read_json
-from empo2_jax.models.qwen2_config import Qwen2Config
+from empo2_jax.models.qwen2_config import Qwen2Config, read_config
 from empo2_jax.models.qwen2_sizes import QWEN2_5, size_in
 from empo2_jax.models.sharding import check_divides
 from empo2_jax.plan_costs import Mesh3, forward_flops, kv_bytes, temporary_bytes, traffic, weight_bytes
@@ -141,7 +140,7 @@ def shape_of(path: str) -> tuple[str, Qwen2Config]:
         ConfigError: neither.
     """
     if (Path(path) / "config.json").is_file():
-        return Path(path).name, Qwen2Config.from_hf(read_json(Path(path) / "config.json"))
+        return Path(path).name, read_config(Path(path))
     size = size_in(path)
     if size is None:
         raise ConfigError(

@@ -25,6 +25,7 @@ from empo2_jax.learner.step import Learner, supervised_loss
 from empo2_jax.models.qwen2 import Qwen2
 from empo2_jax.models.qwen2_config import Qwen2Config
 from empo2_jax.models.tokenizer import Tokenizer
+from empo2_jax.readers import read_text
 from empo2_jax.rollout.sglang import SglangEngine
 from empo2_jax.rollout.sglang_client import Access
 from empo2_jax.rollout.sglang_member import PoolSettings
@@ -99,7 +100,7 @@ def server_urls(servers: tuple[str, ...]) -> list[str]:
         path = Path(servers[0])
         if not path.is_file():
             raise ConfigError(f"rollout.servers = {servers[0]!r}: neither a URL nor a file with URLs, one a line")
-        servers = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+        servers = tuple(line.strip() for line in read_text(path, ConfigError).splitlines() if line.strip())
     wrong = [url for url in servers if not url.startswith(("http://", "https://"))]
     if wrong or not servers:
         raise ConfigError(

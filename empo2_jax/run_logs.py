@@ -11,7 +11,6 @@ from empo2_jax.metrics import (
     JsonLines,
     MetricSink,
     MetricsLog,
-    Record,
     TensorBoardSink,
 )
 from empo2_jax.trackers import sinks
@@ -56,7 +55,7 @@ class RunLogs:
         if self._files:
             self._files[0].write(number, metrics)
 
-    def evaluation(self, record: Record) -> None:
+    def evaluation(self, record: Mapping[str, Any]) -> None:
         """Append an evaluation."""
         if self._files:
             self._files[1].append(record)

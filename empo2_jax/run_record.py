@@ -19,9 +19,11 @@ from typing import Any
 
 from empo2_jax.config import Config
 from empo2_jax.config_file import dump_toml
-from empo2_jax.errors import CheckpointError, DataError
+from empo2_jax.errors import CheckpointError
 from empo2_jax.metrics import write_atomically
 from empo2_jax.panels import load_panel
+from empo2_jax.readers import read_json
+from empo2_jax.records import Facts, Fork
 
 CONFIG_FILE, PANEL_FILE, FACTS_FILE, FORK_FILE = "config.toml", "panel.toml", "run.json", "fork.json"
 MAY_DIFFER = (  # keys that a resumed run may change: they do not reach the numbers, or only by rounding (of the model)
@@ -90,7 +92,7 @@ def record_command(run_dir: Path, arguments: Sequence[str]) -> None:
     `earlier_commits` names those of other code that the run was started with or continued by before.
     """
     before, commit = read_facts(run_dir), source_commit()
-    earlier = [name for name in str(before.get("earlier_commits", "")).split(", ") if name]
+    earlier = [name for name in before.get("earlier_commits", "").split(", ") if name]
     if before.get("commit", commit) != commit:
         earlier.append(before["commit"] or "unknown")
     facts = {
@@ -106,38 +108,25 @@ def record_command(run_dir: Path, arguments: Sequence[str]) -> None:
     write_atomically(run_dir / FACTS_FILE, json.dumps(facts, ensure_ascii=False, indent=1) + "\n")
 
 
-def read_facts(run_dir: Path) -> dict[str, Any]:
-    """`run.json`, {} where there is none; raises `DataError` if it is not a JSON object."""
-    return _read_object(run_dir / FACTS_FILE)
+def read_facts(run_dir: Path) -> dict[str, str]:
+    """`run.json`, {} where there is none; raises `DataError` if it is something else than texts by name."""
+    path = run_dir / FACTS_FILE
+    return read_json(path, Facts) if path.is_file() else {}
 
 
-def read_fork(run_dir: Path) -> dict[str, Any]:
-    """`fork.json`, {} for a run that was not forked; raises `DataError` if it is not a JSON object, or lacks a key."""
-    fork = _read_object(run_dir / FORK_FILE)
-    if fork and (lacking := {"run", "step", "changed"} - fork.keys()):
-        raise DataError(f"{run_dir / FORK_FILE}: {', '.join(sorted(lacking))} is missing")
-    return fork
+def read_fork(run_dir: Path) -> Fork | None:
+    """`fork.json`, None for a run that was not forked; raises `DataError` if it is something else."""
+    path = run_dir / FORK_FILE
+    return read_json(path, Fork) if path.is_file() else None
 
 
 def origin(run_dir: Path) -> str:
     """Where a forked run is from and what it changed, on one line; "" for a run that was not forked."""
     fork = read_fork(run_dir)
-    if not fork:
+    if fork is None:
         return ""
     changes = [f"{key} {old} → {new}" for key, (old, new) in fork["changed"].items()]
     return f"{Path(fork['run']).name}@{fork['step']}: {'; '.join(changes) or 'no key changed'}"
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{path}: not JSON: {error}") from None
-    if not isinstance(facts, dict):
-        raise DataError(f"{path}: not a JSON object")
-    return facts
 
 
 def check_same_run(saved: Config, new: Config) -> None:

@@ -11,13 +11,15 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
 import fsspec
+from pydantic import Field
 
-from empo2_jax.checkpoint_files import canonical, read_json
-from empo2_jax.errors import CheckpointError, ConfigError
+from empo2_jax.checkpoint_files import canonical, read_object
+from empo2_jax.errors import CheckpointError, ConfigError, DataError
 from empo2_jax.metrics import write_atomically
+from empo2_jax.readers import parse_json
 
 KEPT = 2  # snapshots; a reader may be at the one before the last
 SETTLED_NS = 2 * 10**9  # a file that changed later than this before it was read may change again unseen
@@ -44,7 +46,9 @@ class Checksums:
         self._path = path
         self._known: dict[str, list[Any]] = {}
         with contextlib.suppress(CheckpointError):  # damaged: all is read again
-            self._known = read_json(path) if path.is_file() else {}
+            self._known = (
+                read_object(path, dict[str, Annotated[list[Any], Field(min_length=1)]]) if path.is_file() else {}
+            )
         self._now = time.time_ns()
 
     def get(self, name: str, stat: os.stat_result) -> str | None:
@@ -83,10 +87,10 @@ class Storage:
     def _snapshot(self, name: str) -> dict[str, Any] | None:
         """A snapshot, None if it is not whole: some storages have no atomic writes."""
         try:
-            snapshot = json.loads(self._fs.cat_file(f"{self._snapshots}/{name}"))
-        except ValueError:
+            snapshot = parse_json(self._fs.cat_file(f"{self._snapshots}/{name}"), dict[str, Any], name)
+        except DataError:
             return None
-        return snapshot if isinstance(snapshot, dict) and snapshot.pop("seal", None) == _seal(snapshot) else None
+        return snapshot if snapshot.pop("seal", None) == _seal(snapshot) else None
 
     def send(self, files: Mapping[str, tuple[Path, os.stat_result]], read: Checksums) -> dict[str, list[Any]]:
         """Send what is not there; returns checksum and size of every file. What `read` knows is not read."""

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from empo2_jax.checkpoint_files import check_writable, read_json, sync_tree
+from empo2_jax.checkpoint_files import check_writable, read_object, sync_tree
 from empo2_jax.errors import GUIDE, CheckpointError, Empo2Error
 from empo2_jax.metrics import write_atomically
 from empo2_jax.snapshots import Checksums, Storage, check_url
@@ -229,7 +229,7 @@ def _is_at(path: Path, file: IO[str]) -> bool:
 def _state(run_dir: Path) -> dict[str, str]:
     if not (run_dir / STATE).is_file():
         _write_state(run_dir, {"token": uuid.uuid4().hex, "over": ""})
-    state: dict[str, str] = read_json(run_dir / STATE)
+    state: dict[str, str] = read_object(run_dir / STATE, dict[str, str])
     return state
 
 

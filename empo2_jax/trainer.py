@@ -5,7 +5,6 @@ run that was killed continues as if nothing had happened. What is printed and pl
 """
 
 import importlib
-import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -34,7 +33,9 @@ from empo2_jax.metrics import Stopwatch
 from empo2_jax.ops.losses import finalize_metrics
 from empo2_jax.progress import RunProgress, note
 from empo2_jax.randomness import generator
+from empo2_jax.readers import read_json
 from empo2_jax.recorded_updates import UpdateRecorder
+from empo2_jax.records import Evaluated
 from empo2_jax.report import write_report
 from empo2_jax.rollout import ahead
 from empo2_jax.rollout.journal import Journals
@@ -190,7 +191,7 @@ class Trainer:
     def _evaluate_start(self) -> None:
         before = self.config.run_dir / "start" / "before.json"
         if self.config.warmstart.updates and before.is_file():
-            self.logs.evaluation(json.loads(before.read_text(encoding="utf-8")))
+            self.logs.evaluation(read_json(before, Evaluated))
         self.evaluate("start")
 
     def loop(self) -> None:

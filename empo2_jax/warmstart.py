@@ -112,7 +112,7 @@ def ensure_start(config: Config, family: EnvironmentFamily, folder: Path) -> Pat
         make = _take_shared if config.warmstart.shared_dir else make_start
         make(config, family, folder)
     origin = folder / "made_from.txt"
-    if not origin.is_file() or origin.read_text(encoding="utf-8") != _origin(config):
+    if not origin.is_file() or origin.read_bytes() != _origin(config).encode():
         raise ConfigError(f"{folder}: made by another configuration; remove it or choose another folder")
     return folder
 

@@ -92,7 +92,7 @@ def test_numpy_and_infinite_values_are_valid_json(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (None, "no metrics.jsonl: not a run directory, or that of a run before its first iteration; try again once"),
-        ('{"iteration":0}\nnonsense\n', "line 2 is not JSON"),
+        ('{"iteration":0}\nnonsense\n', "line 2: not JSON"),
         ("{}\n", "no integer `iteration`"),
     ],
 )

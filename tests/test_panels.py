@@ -73,7 +73,7 @@ def test_the_panel_is_what_is_played(folder: Path) -> None:
         (("[4, 1]", "[]"), r"tasks\.bulb = \[\]: a length of at least 1 is allowed"),
         (('"dev"', '"valid"'), "split"),
         (("seed", "sed"), "seed is missing|unknown key `sed`"),
-        (("[tasks]", "[tasks"), "not a panel"),
+        (("[tasks]", "[tasks"), "not valid TOML"),
     ],
 )
 def test_a_mistake_in_a_panel_is_one_clear_line(folder: Path, change: tuple[str, str], message: str) -> None:

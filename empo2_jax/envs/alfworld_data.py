@@ -92,7 +92,7 @@ def read_game(path: Path) -> GameData:
     """A game file, checked; raises `DataError`."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: not a game: {error}") from error
     if not isinstance(data, dict):
         raise DataError(f"{path}: not a game: an object with {', '.join(_TEXTS)} is expected")

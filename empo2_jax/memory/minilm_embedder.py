@@ -4,27 +4,42 @@ Reads the sentence-transformers folder as it is: `config.json`, `tokenizer.json`
 unit norm, window of 256 word pieces (a longer text is cut at its end). Inference only, f32, no dropout.
 """
 
-import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
+from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 from empo2_jax.errors import DataError
+from empo2_jax.readers import read_json, read_text
 
 WINDOW = 256  # word pieces, the two special ones included
 _LENGTH_BUCKETS = (16, 32, 64, 128, 256)
 _EXACT = jax.lax.Precision.HIGHEST  # keeps accelerators from multiplying in bf16 or tf32
 
 Weights = dict[str, Array]
+
+
+class _Config(BaseModel):
+    """What is read of `config.json`."""
+
+    model_config = ConfigDict(strict=True, protected_namespaces=(), allow_inf_nan=False)
+
+    model_type: Literal["bert"]
+    hidden_act: Literal["gelu"]
+    hidden_size: int = Field(ge=1)
+    max_position_embeddings: int = Field(ge=1)
+    num_hidden_layers: int = Field(ge=1)
+    num_attention_heads: int = Field(ge=1)
+    layer_norm_eps: float = Field(gt=0)
 
 
 class _Shape(NamedTuple):
@@ -43,24 +58,20 @@ class MiniLMEmbedder:
     def __init__(self, folder: Path, *, batch: int = 8) -> None:
         """Load weights and tokenizer; raises `DataError` naming what is missing or unsupported in `folder`."""
         try:
-            config = json.loads((folder / "config.json").read_text())
             weights = load_file(folder / "model.safetensors")
-            tokenizer_json = (folder / "tokenizer.json").read_text()
-        except (OSError, json.JSONDecodeError, SafetensorError) as error:
+        except (OSError, SafetensorError) as error:
             raise DataError(f"{folder} is no sentence-encoder folder: {error}") from error
-        if config["model_type"] != "bert" or config["hidden_act"] != "gelu":
-            found = f"{config['model_type']}/{config['hidden_act']}"
-            raise DataError(f"{folder}/config.json: model_type/hidden_act is {found}, allowed is bert/gelu")
-        self.dimension: int = config["hidden_size"]
-        self._window = min(WINDOW, config["max_position_embeddings"])
+        config = read_json(folder / "config.json", _Config)
+        self.dimension = config.hidden_size
+        self._window = min(WINDOW, config.max_position_embeddings)
         self._batch = batch
-        self._shape = _Shape(config["num_hidden_layers"], config["num_attention_heads"], config["layer_norm_eps"])
+        self._shape = _Shape(config.num_hidden_layers, config.num_attention_heads, config.layer_norm_eps)
         self._weights: Weights = {
             name: jnp.asarray(value, jnp.float32)
             for name, value in weights.items()
             if name.startswith(("embeddings.", "encoder.")) and not name.endswith("position_ids")
         }
-        self._tokenizer = Tokenizer.from_str(tokenizer_json)
+        self._tokenizer = Tokenizer.from_str(read_text(folder / "tokenizer.json"))
         self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(self._window)
 

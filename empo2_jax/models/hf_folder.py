@@ -10,14 +10,16 @@ import tempfile
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from jaxtyping import Shaped
+from pydantic import AfterValidator, BaseModel
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from empo2_jax.errors import DataError
+from empo2_jax.readers import read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -34,22 +36,21 @@ TOKENIZER_FILES = (
 Tensor = Shaped[np.ndarray, "..."]
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Parse a JSON object; raises DataError naming the file."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DataError(f"{path}: file not found") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise DataError(f"{path}: expected a JSON object, got {type(content).__name__}")
-    return content
-
-
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON object, indented, as UTF-8."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _beside(file: str) -> str:
+    if Path(file).name != file or file in ("", ".."):
+        raise ValueError("the name of a file beside it is allowed")
+    return file
+
+
+class Index(BaseModel):
+    """What is read of an index."""
+
+    weight_map: dict[str, Annotated[str, AfterValidator(_beside)]]  # tensor to file; never a path
 
 
 class TensorReader:
@@ -59,7 +60,7 @@ class TensorReader:
         self._folder = folder
         self._file_of: dict[str, str]
         if (folder / INDEX).exists():
-            self._file_of = _files_of(folder / INDEX)
+            self._file_of = read_json(folder / INDEX, Index).weight_map
         elif (folder / SINGLE).exists():
             with _opened(folder / SINGLE) as file:
                 self._file_of = dict.fromkeys(file.keys(), SINGLE)
@@ -92,24 +93,13 @@ class TensorReader:
         return tensor
 
 
-def _files_of(index: Path) -> dict[str, str]:
-    """File by tensor, as an index says; files lie beside it and nowhere else."""
-    files = read_json(index).get("weight_map")
-    if not isinstance(files, dict):
-        raise DataError(f"{index}: weight_map is a {type(files).__name__}: file names by tensor are allowed")
-    for file in files.values():
-        if not isinstance(file, str) or Path(file).name != file or file in ("", ".."):
-            raise DataError(f"{index}: weight_map names {file!r}, which is no file beside it")
-    return files
-
-
 @contextmanager
 def _opened(path: Path) -> Generator[Any]:
     try:
         file = safe_open(path, framework="numpy")
     except FileNotFoundError:
         raise DataError(f"{path}: file not found, but the index names it") from None
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise DataError(f"{path}: truncated or not a safetensors file: {error}") from error
     with file:
         yield file

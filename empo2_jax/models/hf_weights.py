@@ -18,18 +18,14 @@ from jax.sharding import Mesh
 from jaxtyping import Array, DTypeLike, Float
 
 from empo2_jax.errors import DataError
-from empo2_jax.models.hf_folder import TensorReader, copy_tokenizer, new_folder, read_json, write_json, write_tensors
+from empo2_jax.models.hf_folder import TensorReader, copy_tokenizer, new_folder, write_json, write_tensors
 from empo2_jax.models.qwen2 import Qwen2, Qwen2Config
+from empo2_jax.models.qwen2_config import read_config
 from empo2_jax.models.sharding import check_divides, shardings, visible_devices
 from empo2_jax.models.tensor_names import tensor_shapes
 from empo2_jax.ops.attention_kernels import platform_of, resolve
 
 Params = Mapping[Any, Any]  # an `nnx.State`, whose own annotation the run-time type checker cannot read
-
-
-def read_config(folder: Path) -> Qwen2Config:
-    """Architecture of a folder; raises DataError (no file) or ConfigError (a key that cannot be honored)."""
-    return Qwen2Config.from_hf(read_json(Path(folder) / "config.json"))
 
 
 def check_tensors(folder: Path) -> Qwen2Config:

@@ -1,29 +1,22 @@
 """The numbers that define a Qwen2 (or bias-free Llama) model, read from and written to a Hugging Face `config.json`.
 
-Every key that changes what the model computes is honored or refused by name; keys that do not (dtype, use_cache, …)
-are ignored. This module knows nothing of JAX: planning and rollout hosts read it too.
+The file's keys one by one are in `hf_config.py`. There is no JAX here: planning and rollout hosts read it too.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float64
 
 from empo2_jax.errors import ConfigError
+from empo2_jax.models.hf_config import HfConfig, Rope
+from empo2_jax.readers import read_json, shaped
 
-_MODEL_TYPES = ("qwen2", "llama")
-_ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-_REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-_ONLY = {  # key: the one value this model computes
-    "hidden_act": "silu",
-    "mlp_bias": False,
-    "attention_dropout": 0.0,
-    "partial_rotary_factor": 1.0,
-    "quantization_config": None,
-}
+LARGEST_HEAD = 65_536
 
 
 @dataclass(frozen=True)
@@ -67,8 +60,8 @@ class Qwen2Config:
             raise ConfigError(
                 f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}"
             )
-        if self.head_dim % 2:
-            raise ConfigError(f"head_dim {self.head_dim} is odd; rotary embeddings need an even one")
+        if not 2 <= self.head_dim <= LARGEST_HEAD or self.head_dim % 2:
+            raise ConfigError(f"head_dim {self.head_dim}: rotary embeddings need an even one from 2 to {LARGEST_HEAD}")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ConfigError(f"sliding_window {self.sliding_window} must be at least 1")
 
@@ -90,39 +83,33 @@ class Qwen2Config:
         return self.num_layers * layer + d + (1 if self.tie_embeddings else 2) * self.vocab_size * d
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Any]) -> "Qwen2Config":
-        """Read a `config.json`; raises ConfigError naming the key that cannot be honored."""
-        kind = hf.get("model_type")
-        if kind not in _MODEL_TYPES:
-            raise ConfigError(f"model_type {kind!r} is not supported; allowed: {', '.join(_MODEL_TYPES)}")
-        for key in _REQUIRED:
-            if not isinstance(hf.get(key), int):
-                raise ConfigError(f"{key} must be an integer in the model's config.json, got {hf.get(key)!r}")
-        for key, only in _ONLY.items():
-            if hf.get(key, only) != only:
-                raise ConfigError(f"{key} = {hf[key]!r} is not supported; allowed: {only!r}")
-        if kind == "llama" and hf.get("attention_bias", False):
-            raise ConfigError("attention_bias = True is not supported for model_type llama; allowed: False")
-        theta, scaling = _read_rope(hf)
-        window, first = _read_window(hf) if kind == "qwen2" else (None, 0)
-        return cls(
-            vocab_size=hf["vocab_size"],
-            hidden_size=hf["hidden_size"],
-            num_layers=hf["num_hidden_layers"],
-            num_heads=hf["num_attention_heads"],
-            num_kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
-            head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-            intermediate_size=hf["intermediate_size"],
-            rope_theta=theta,
-            rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
-            tie_embeddings=hf.get("tie_word_embeddings", False),
-            attention_bias=kind == "qwen2",
-            max_position_embeddings=hf.get("max_position_embeddings", 32_768 if kind == "qwen2" else 2_048),
-            rope_scaling=scaling,
-            sliding_window=window,
-            max_window_layers=first,
-            initializer_range=hf.get("initializer_range", 0.02),
-        )
+    def from_hf(cls, values: Mapping[str, Any], where: str = "config.json") -> "Qwen2Config":
+        """Read a `config.json`; raises ConfigError with `where` and the key that cannot be honored."""
+        hf: HfConfig = shaped(dict(values), HfConfig, where, ConfigError)
+        llama = hf.model_type == "llama"
+        try:
+            theta, scaling = _read_rope(hf)
+            window, first = (None, 0) if llama else _read_window(hf)
+            return cls(
+                vocab_size=hf.vocab_size,
+                hidden_size=hf.hidden_size,
+                num_layers=hf.num_hidden_layers,
+                num_heads=hf.num_attention_heads,
+                num_kv_heads=hf.num_key_value_heads or hf.num_attention_heads,
+                head_dim=hf.head_dim or hf.hidden_size // hf.num_attention_heads,
+                intermediate_size=hf.intermediate_size,
+                rope_theta=theta,
+                rms_norm_eps=hf.rms_norm_eps,
+                tie_embeddings=hf.tie_word_embeddings,
+                attention_bias=not llama,
+                max_position_embeddings=hf.max_position_embeddings or (2_048 if llama else 32_768),
+                rope_scaling=scaling,
+                sliding_window=window,
+                max_window_layers=first,
+                initializer_range=hf.initializer_range,
+            )
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
 
     def to_hf(self) -> dict[str, Any]:
         """The `config.json` that makes transformers (4 and 5) compute the same; inverse of `from_hf`."""
@@ -186,28 +173,20 @@ def _yarn_dimension(config: Qwen2Config, rotations: float) -> float:
     return config.head_dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(config.rope_theta))
 
 
-def _read_rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+def _read_rope(hf: HfConfig) -> tuple[float, RopeScaling | None]:
     """Base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    theta = float(rope.get("rope_theta") or hf.get("rope_theta") or 10_000.0)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in _ROPE_KINDS:
-        raise ConfigError(f"rope_scaling type {kind!r} is not supported; allowed: {', '.join(_ROPE_KINDS)}")
-    for key, only in (("partial_rotary_factor", 1.0), ("mscale", None), ("mscale_all_dim", None)):
-        if rope.get(key) not in (None, only):
-            raise ConfigError(f"rope_scaling key {key} = {rope[key]!r} is not supported; allowed: {only!r}")
-    if kind == "default":
+    rope = hf.rope_parameters or hf.rope_scaling or Rope()
+    theta = rope.rope_theta or hf.rope_theta
+    if rope.kind == "default" or rope.factor is None:
         return theta, None
-    names = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
-    given: dict[str, Any] = {name: float(rope[name]) for name in names if rope.get(name) is not None}
-    if rope.get("truncate") is not None:
-        given["truncate"] = bool(rope["truncate"])
-    if not isinstance(rope.get("factor"), int | float):
-        raise ConfigError(f"rope_scaling of type {kind!r} needs a number `factor`, got {rope.get('factor')!r}")
-    original = rope.get("original_max_position_embeddings") or hf.get("max_position_embeddings", 0)
-    if kind != "linear":
+    names = {"low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "truncate"}
+    given = rope.model_dump(include=names)
+    if rope.kind != "linear":
+        original = rope.original_max_position_embeddings or hf.max_position_embeddings
+        if original is None:
+            raise ConfigError(f"rope_scaling of type {rope.kind!r} needs original_max_position_embeddings")
         given["original_max_position_embeddings"] = original
-    return theta, RopeScaling(kind=kind, factor=float(rope["factor"]), **given)
+    return theta, RopeScaling(kind=rope.kind, factor=rope.factor, **given)
 
 
 def _write_scaling(scaling: RopeScaling) -> dict[str, Any]:
@@ -221,15 +200,19 @@ def _write_scaling(scaling: RopeScaling) -> dict[str, Any]:
     return {"rope_type": scaling.kind, "factor": scaling.factor, **kept}
 
 
-def _read_window(hf: Mapping[str, Any]) -> tuple[int | None, int]:
+def _read_window(hf: HfConfig) -> tuple[int | None, int]:
     """Window and the first layer that uses it; `layer_types` wins over `max_window_layers` as in transformers."""
-    layers = hf["num_hidden_layers"]
-    if not hf.get("use_sliding_window", False) or hf.get("sliding_window") is None:
+    layers, first, types = hf.num_hidden_layers, hf.max_window_layers, hf.layer_types
+    if not hf.use_sliding_window or hf.sliding_window is None:
         return None, 0
-    first = hf.get("max_window_layers", 28)
-    if hf.get("layer_types") is not None:
-        types = list(hf["layer_types"])
+    if types is not None:
         first = types.index("sliding_attention") if "sliding_attention" in types else layers
-        if types != ["full_attention"] * first + ["sliding_attention"] * (layers - first):
+        if types != ("full_attention",) * first + ("sliding_attention",) * (layers - first):
             raise ConfigError("layer_types must be full_attention layers followed by sliding_attention layers")
-    return int(hf["sliding_window"]), min(int(first), layers)
+    return hf.sliding_window, min(first, layers)
+
+
+def read_config(folder: Path) -> Qwen2Config:
+    """Architecture of a folder; raises DataError (no file, no JSON) or ConfigError (a key that cannot be honored)."""
+    path = Path(folder) / "config.json"
+    return Qwen2Config.from_hf(read_json(path, dict[str, Any]), str(path))

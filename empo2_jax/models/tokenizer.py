@@ -12,22 +12,24 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from empo2_jax.errors import DataError
-from empo2_jax.models.hf_folder import read_json
+from empo2_jax.models.hf_config import Keys, Stops, TokenizerConfig
+from empo2_jax.readers import read_json, read_text
 from empo2_jax.types import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_SPECIALS = ("bos_token", "eos_token", "pad_token", "unk_token")
+_TEMPLATE = "chat_template.jinja"
 _TURN_ENDS = ("<|im_end|>", "<|endoftext|>")
 
 
 class Tokenizer:
     """A folder's tokenizer with its chat template and stop ids."""
 
-    def __init__(self, backend: "PreTrainedTokenizerFast", template: str | None, stop_ids: tuple[int, ...]):
-        self._backend = backend
-        self._template = template
+    def __init__(
+        self, folder: Path, backend: "PreTrainedTokenizerFast", template: str | None, stop_ids: tuple[int, ...]
+    ):
+        self._folder, self._backend, self._template = folder, backend, template
         self.stop_ids = stop_ids  # ids that end an assistant turn, the most specific first
         self.size = max(backend.get_vocab().values()) + 1  # ids are below this
 
@@ -36,14 +38,14 @@ class Tokenizer:
         """Read `tokenizer.json` and what else the folder has.
 
         Raises:
-            DataError: the file is missing or unreadable, or no stop token can be found.
+            DataError: a file is missing or unreadable, the chat template fails, or no stop token can be found.
         """
         from transformers import PreTrainedTokenizerFast  # slow to import, and only needed here
 
         folder = Path(folder)
-        read_json(folder / "tokenizer.json")
-        settings = _optional(folder / "tokenizer_config.json")
-        specials = {name: _text(settings[name]) for name in _SPECIALS if settings.get(name) is not None}
+        read_json(folder / "tokenizer.json", dict[str, Any])
+        settings = _optional(folder / "tokenizer_config.json", TokenizerConfig)
+        specials = settings.model_dump(exclude={"chat_template"}, exclude_none=True)
         try:
             backend = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **specials)
         except Exception as error:  # the parser raises nothing narrower
@@ -53,7 +55,11 @@ class Tokenizer:
         stop_ids = _stop_ids(folder, backend)
         if not stop_ids:
             raise DataError(f"{folder}: no stop token; expected eos_token_id in generation_config.json or config.json")
-        return cls(backend, _template(folder, settings), stop_ids)
+        template = read_text(folder / _TEMPLATE) if (folder / _TEMPLATE).exists() else settings.chat_template
+        made = cls(folder, backend, template, stop_ids)
+        if template is not None:
+            made.chat_text([Message("user", "hello")], True)
+        return made
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without added special tokens."""
@@ -70,14 +76,22 @@ class Tokenizer:
             DataError: the folder has no chat template, or one that fails or tries what its sandbox forbids.
         """
         if self._template is None:
-            raise DataError("the tokenizer has no chat template (chat_template.jinja or tokenizer_config.json)")
+            raise DataError(f"{self._folder}: no chat template ({_TEMPLATE} or in tokenizer_config.json)")
         turns = [{"role": message.role, "content": message.content} for message in messages]
         try:
             text = self._backend.apply_chat_template(
                 turns, chat_template=self._template, tokenize=False, add_generation_prompt=add_generation_prompt
             )
-        except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise DataError(f"chat template: {type(error).__name__}: {error}") from error
+        except (
+            TemplateError,
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
+            raise DataError(f"{self._folder}: chat template: {type(error).__name__}: {error}") from error
         assert isinstance(text, str)  # because of tokenize=False
         return text
 
@@ -89,29 +103,15 @@ class Tokenizer:
             )
 
 
-def _optional(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.exists() else {}
-
-
-def _text(token: str | dict[str, Any]) -> str:
-    return token if isinstance(token, str) else token["content"]
-
-
-def _template(folder: Path, settings: dict[str, Any]) -> str | None:
-    """Template file first, then the settings, where it is a string or a list of named ones."""
-    if (folder / "chat_template.jinja").exists():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template
+def _optional(path: Path, shape: type[Keys]) -> Any:
+    """What a file says; one that is not there says nothing."""
+    return read_json(path, shape) if path.exists() else shape()
 
 
 def _stop_ids(folder: Path, backend: "PreTrainedTokenizerFast") -> tuple[int, ...]:
     vocab = backend.get_vocab()
-    found: list[Any] = []
+    found: list[int | None] = []
     for name in ("generation_config.json", "config.json"):
-        ids = _optional(folder / name).get("eos_token_id")
-        found += ids if isinstance(ids, list) else [ids]
+        found += _optional(folder / name, Stops).eos_token_id
     found += [backend.eos_token_id, *(vocab.get(token) for token in _TURN_ENDS)]
     return tuple(dict.fromkeys(token for token in found if token is not None))

@@ -1,15 +1,30 @@
 """What lies in a memory: its buffers in numbers and its best entries, from a dump of any length read line by line."""
 
 import heapq
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from pydantic import with_config
+from typing_extensions import TypedDict
+
+from empo2_jax.errors import CheckpointError
 from empo2_jax.metrics import Record
+from empo2_jax.readers import RECORD, Whole, parse_json
 
 BEST = 300  # entries that are kept as they are
-ENTRY_KEYS = {"buffer", "content", "counter", "episode", "iteration", "score"}
+
+
+@with_config(RECORD)
+class Entry(TypedDict):
+    """What is read of an entry."""
+
+    buffer: str
+    content: str
+    counter: Whole
+    episode: str
+    iteration: Whole
+    score: float
 
 
 @dataclass
@@ -37,7 +52,7 @@ class Content:
 
 
 def read_content(lines: Iterable[bytes]) -> Content:
-    """From the lines of a dump behind its header; raises `ValueError` where one is no JSON or lacks a key."""
+    """From the lines of a dump behind its header; raises `CheckpointError` where one is something else."""
     buffers: dict[str, Buffer] = defaultdict(Buffer)
     best = heapq.nsmallest(BEST, _counted(lines, buffers), key=lambda tip: (-tip["score"], -tip["counter"]))
     return Content(dict(buffers), best)
@@ -45,9 +60,7 @@ def read_content(lines: Iterable[bytes]) -> Content:
 
 def _counted(lines: Iterable[bytes], buffers: dict[str, Buffer]) -> Iterator[Record]:
     for line in lines:
-        tip = json.loads(line)
-        if lacking := ENTRY_KEYS - tip.keys():
-            raise ValueError(f"an entry of the memory lacks {', '.join(sorted(lacking))}")
+        tip = parse_json(line, Entry, "an entry of the memory", CheckpointError)
         buffer, iteration = buffers[tip["buffer"]], tip["iteration"]
         buffer.first = min(buffer.first, iteration) if buffer.entries else iteration
         buffer.last = max(buffer.last, iteration)

@@ -14,6 +14,7 @@ import socket
 from collections.abc import Generator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +24,13 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from empo2_jax.errors import ConfigError, DataError
-from empo2_jax.models.hf_folder import read_json
-from empo2_jax.models.hf_weights import load_model, read_config
+from empo2_jax.models.hf_weights import load_model
 from empo2_jax.models.qwen2 import Qwen2, Qwen2Config
+from empo2_jax.models.qwen2_config import read_config
 from empo2_jax.models.sharding import make_mesh, visible_devices
 from empo2_jax.models.tokenizer import Tokenizer
 from empo2_jax.randomness import words
+from empo2_jax.readers import read_json
 from empo2_jax.rollout.base import Request, Sampling
 from empo2_jax.rollout.batching import Batcher
 from empo2_jax.rollout.http_api import Limits, Served, make_app
@@ -176,6 +178,6 @@ def _read(folder: Path, config: Qwen2Config, dtype: str, mesh: Mesh | None) -> Q
 
 def _stored_dtype(folder: Path) -> str:
     """The dtype that config.json names; f32 where it names none or one that is not computed in."""
-    config = read_json(folder / "config.json")
+    config = read_json(folder / "config.json", dict[str, Any])
     dtype = config.get("dtype") or config.get("torch_dtype")
     return dtype if dtype in DTYPES else DTYPES[0]

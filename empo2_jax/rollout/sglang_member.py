@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from empo2_jax.errors import ConfigError, EngineError
-from empo2_jax.models.hf_folder import read_json
-from empo2_jax.models.qwen2_config import Qwen2Config
+from empo2_jax.models.qwen2_config import Qwen2Config, read_config
 from empo2_jax.randomness import uniform
 from empo2_jax.rollout.sglang_client import SglangServer
 
@@ -81,7 +80,7 @@ async def check_server(server: SglangServer, model: Qwen2Config, length: int) ->
         )
     if not (folder / "config.json").is_file():
         return
-    for name, wanted, found in model.differences(Qwen2Config.from_hf(read_json(folder / "config.json"))):
+    for name, wanted, found in model.differences(read_config(folder)):
         raise ConfigError(
             f"{server.url}: serves another model: {name} {found}, the trainer has {wanted}; start it with the "
             f"policy's folder instead of {folder}"

@@ -81,7 +81,7 @@ def parse_object(where: str, text: str) -> dict[str, Any]:
     """A JSON object; `where` names the call in the `ServerFault` that anything else is."""
     try:
         content = json.loads(text) if text.strip() else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         _garbage(where, f"no JSON but {text[:60]!r}")
     if not isinstance(content, dict):
         _garbage(where, f"a JSON {type(content).__name__}, no object")
@@ -170,7 +170,7 @@ def error_text(text: str) -> str:
     """Message of an error, which comes under `error`, `message` or `detail`, as an object, a text or no JSON at all."""
     try:
         content = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return " ".join(text.split())[:200] or "no message"
     error: Any = content
     for key in ("error", "message", "detail"):

@@ -9,7 +9,6 @@ on the problems of `adaptation_panel` where they are to be others. A file may ex
 import hashlib
 import json
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from empo2_jax.config import Config
 from empo2_jax.config_file import load_config, merge
 from empo2_jax.errors import ConfigError, wrong_value
 from empo2_jax.panels import load_panel
+from empo2_jax.readers import read_toml
 from empo2_jax.run_record import identity
 
 MAX_SEEDS = 1000
@@ -144,12 +144,7 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The values of a file on those of the file that it extends; paths in them are from here then."""
     if path.resolve() in seen:
         raise ConfigError(f"{path}: `extends` runs in a circle")
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: not a study: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not a study: {error}") from None
+    values = read_toml(path)
     parent = values.pop("extends", "")
     if not isinstance(parent, str):
         raise ConfigError(f"{path}: extends = {parent!r}: the name of one file is allowed")

@@ -15,6 +15,7 @@ from typing import Any
 
 from empo2_jax.errors import DataError
 from empo2_jax.metrics import Record, write_atomically
+from empo2_jax.readers import read_json
 from empo2_jax.study.base import Arm, Cell, Study, check_same_panel, settings
 from empo2_jax.study.rows import TRIED, ResultsFile, checked
 from empo2_jax.study.statistics import Estimate, bootstrap, by_stratum, interquartile_mean, paired_interval
@@ -114,13 +115,8 @@ def read_results(path: Path) -> Results:
         DataError: it is none, of another format, or says what cannot be; names the place.
         ConfigError: arms that are evaluated on different panels.
     """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise DataError(f"{path}: not JSON: {error}") from None
-    if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
+    values = read_json(path, dict[str, Any])
+    if values.pop("format", None) != FORMAT:
         raise DataError(f"{path}: not the results of a study in format {FORMAT}")
     results = Results(**checked(ResultsFile, values, f"{path}: not the results of a study"))
     seen: set[tuple[str, int]] = set()

@@ -9,10 +9,10 @@ import json
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from empo2_jax.errors import DataError, wrong_value
 from empo2_jax.metrics import Record
+from empo2_jax.readers import shaped
 
 EVALUATED, TRIED = "evaluation", "trials"  # without memory; or with reflections of earlier trials
 SPENT = ("environment_steps", "prompt_tokens", "sampled_tokens", "tip_calls")
@@ -135,10 +135,7 @@ class ResultsFile(_Shape):
 
 def checked(shape: type[BaseModel], record: Record, where: str) -> Record:
     """`record` as it is; raises `DataError` that begins with `where` and names the key if it lacks the shape."""
-    try:
-        shape.model_validate(record)
-    except ValidationError as error:
-        raise DataError(f"{where}: {wrong_value(error.errors()[0])}") from None
+    shaped(record, shape, where)
     return record
 
 

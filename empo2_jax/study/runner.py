@@ -18,6 +18,7 @@ from empo2_jax.config_options import at_least
 from empo2_jax.errors import ConfigError, DataError
 from empo2_jax.interrupts import stopped_by_sigterm
 from empo2_jax.metrics import JsonLines, Record, read_jsonl, write_atomically
+from empo2_jax.readers import read_text
 from empo2_jax.run_record import RunLock
 from empo2_jax.study.base import Cell, Study, cells_of, load_study
 from empo2_jax.study.page import PAGE_FILE, write_page
@@ -153,7 +154,7 @@ def _claim(study: Study, folder: Path, stack: ExitStack) -> None:
 def _check_owner(study: Study, folder: Path) -> None:
     """Refuse the folder of another study. One whose file is gone may be gone on with by another file of that name."""
     source = folder / SOURCE_FILE
-    owner = Path(source.read_text(encoding="utf-8").strip()) if source.is_file() else study.path
+    owner = Path(read_text(source).strip()) if source.is_file() else study.path
     if owner.is_file() and not owner.samefile(study.path):
         raise ConfigError(f"{folder}: belongs to the study {owner}, not to {study.path}; use another --out")
 

@@ -6,15 +6,14 @@ that dies. Neither needs JAX. What a checksum cannot see, a trainer that wrote w
 """
 
 import fcntl
-import json
 import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from empo2_jax.errors import ConfigError, SyncError
-from empo2_jax.models.qwen2_config import Qwen2Config
+from empo2_jax.errors import ConfigError, DataError, SyncError
+from empo2_jax.models.qwen2_config import Qwen2Config, read_config
 from empo2_jax.models.tensor_names import tensor_shapes
 from empo2_jax.sync.manifest import MANIFEST, Manifest, read_manifest
 from empo2_jax.sync.tensor_file import (
@@ -149,9 +148,9 @@ def _shard_checksum(path: Path, manifest: Manifest) -> str:
 def _require_config(folder: Path, config: Qwen2Config) -> None:
     path = folder / "config.json"
     try:
-        found = Qwen2Config.from_hf(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, ConfigError) as error:
-        raise SyncError(f"{path}: {error}") from error
+        found = read_config(folder)
+    except (ConfigError, DataError) as error:
+        raise SyncError(str(error)) from error
     for key, value in asdict(config).items():
         if asdict(found)[key] != value:
             raise SyncError(f"{path}: {key} is {asdict(found)[key]!r}, the model has {value!r}")

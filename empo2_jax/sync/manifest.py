@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from empo2_jax.errors import SyncError
+from empo2_jax.readers import parse_json
 from empo2_jax.sync.tensor_file import DTYPES, Layout, layout
 
 VERSIONS_KEPT = 3  # for servers: one may still read the version before the last
@@ -94,7 +95,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_bytes(), dict[str, Any], f"{path}: not a manifest of this format", SyncError)
         if content["format"] != FORMAT:
             raise SyncError(f"{path}: format {content['format']!r}, this version reads {FORMAT}")
         parent = content["parent"]

@@ -79,5 +79,5 @@ def test_folders_that_are_no_encoder_are_data_errors(folder, tmp_path):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     config = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_act": "relu"}))
-    with pytest.raises(DataError, match="allowed is bert/gelu"):
+    with pytest.raises(DataError, match="hidden_act = 'relu': 'gelu' is allowed"):
         MiniLMEmbedder(tmp_path)

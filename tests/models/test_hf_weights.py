@@ -164,10 +164,13 @@ def test_an_index_names_files_beside_it_and_nothing_else(file: object, tmp_path:
     folder = saved(tmp_path / "model")
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": file}}), encoding="utf-8")
-    with pytest.raises(DataError, match=r"index\.json: weight_map names .*, which is no file beside it"):
+    with pytest.raises(
+        DataError,
+        match=r"weight_map\.model\.norm\.weight = .*: (the name of a file beside it|text) is ",
+    ):
         load_model(folder)
     index.write_text(json.dumps({"weight_map": [file]}), encoding="utf-8")
-    with pytest.raises(DataError, match="weight_map is a list: file names by tensor are allowed"):
+    with pytest.raises(DataError, match=r"weight_map = \[.*\]: a table of keys and values is allowed"):
         load_model(folder)
 
 
@@ -178,8 +181,8 @@ def test_a_broken_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="hidden_act"):
         load_model(folder)
     (folder / "config.json").write_text("{")
-    with pytest.raises(DataError, match=r"config\.json: not valid JSON"):
+    with pytest.raises(DataError, match=r"config\.json: not JSON"):
         load_model(folder)
     (folder / "config.json").unlink()
-    with pytest.raises(DataError, match=r"config\.json: file not found"):
+    with pytest.raises(DataError, match=r"config\.json: cannot be read: No such file"):
         load_model(folder)

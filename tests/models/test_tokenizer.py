@@ -86,13 +86,13 @@ def test_a_token_without_an_embedding_is_refused(tmp_path: Path) -> None:
 
 
 def test_missing_parts_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"tokenizer\.json: file not found"):
+    with pytest.raises(DataError, match=r"tokenizer\.json: cannot be read: No such file"):
         Tokenizer.load(tmp_path)
     tokenizer = Tokenizer.load(write(tmp_path, {}))
     with pytest.raises(DataError, match="no chat template"):
         tokenizer.chat_text([Message("user", "ab")], True)
     (tmp_path / "tokenizer.json").write_text("[]")
-    with pytest.raises(DataError, match="expected a JSON object"):
+    with pytest.raises(DataError, match="a table of keys and values is allowed"):
         Tokenizer.load(tmp_path)
 
 
@@ -124,6 +124,6 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, content: str, mess
 )
 def test_a_template_that_fails_or_reaches_for_python_is_one_error(template: str, tmp_path: Path) -> None:
     folder = write(tmp_path, {"eos_token": "<|im_end|>", "chat_template": template.replace("FILE", f"{tmp_path}/made")})
-    with pytest.raises(DataError, match=r"^chat template: "):
+    with pytest.raises(DataError, match=r": chat template: \w+: "):
         Tokenizer.load(folder).chat_text([Message("user", "look")], True)
     assert not (tmp_path / "made").exists()

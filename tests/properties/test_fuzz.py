@@ -15,11 +15,12 @@ from safetensors.numpy import save
 
 from empo2_jax.config import Config, parse_config
 from empo2_jax.config_file import dump_toml, load_config
-from empo2_jax.envs.webshop.product import RawAttributes, RawInstruction, RawProduct, read_record
+from empo2_jax.envs.webshop.product import RawAttributes, RawInstruction, RawProduct
 from empo2_jax.envs.webshop.records import items, members
 from empo2_jax.errors import ConfigError, DataError, Empo2Error, EngineError, SyncError
 from empo2_jax.models.hf_folder import TensorReader
 from empo2_jax.models.qwen2_config import Qwen2Config
+from empo2_jax.readers import shaped
 from empo2_jax.recorded_updates import read_updates
 from empo2_jax.rollout.batching import Batcher
 from empo2_jax.rollout.http_api import Limits, Served, make_app
@@ -143,7 +144,7 @@ def test_catalogue_files(folder: Any, content: bytes) -> None:
                 value = record[1] if read is members else record
                 for kind in (RawProduct, RawAttributes, RawInstruction):
                     try:
-                        assert isinstance(read_record(kind, value, "record"), kind)
+                        assert isinstance(shaped(value, kind, "record"), kind)
                     except DataError as error:
                         assert one_line(error)
         except DataError as error:

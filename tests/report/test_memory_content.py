@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from empo2_jax.errors import CheckpointError
 from empo2_jax.report.memory_content import BEST, Buffer, Content, read_content
 from tests.fixtures.recorded import tip
 
@@ -31,5 +32,5 @@ def test_only_the_best_of_many_are_kept_and_a_damaged_line_is_an_error() -> None
     found = read_content(many)
     assert len(found.best) == BEST and found.entries == BEST + 50
     assert [entry["content"] for entry in found.best[:2]] == ["347", "344"]
-    with pytest.raises(ValueError, match="Expecting"):
+    with pytest.raises(CheckpointError, match="an entry of the memory: not JSON"):
         read_content([*many, b"{nonsense\n"])

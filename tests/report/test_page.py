@@ -178,10 +178,10 @@ def test_a_run_of_another_version_has_a_page_that_says_what_is_left_out(tmp_path
     (run / "config.toml").write_text("[run]\nwarp_speed = 9\n")
     text = Page(write_report(run).read_text()).text
     for expected in (
-        "evaluations.jsonl: 2 of 3 lines are left out: they lack complete, scores, task, variation.",
-        "adaptations.jsonl: 1 of 1 lines are left out: they lack best_score, complete, memory, score, split, task.",
-        "episodes/1.jsonl is left out: it has unknown stop reasons: bored.",
-        "Checkpoint 2 is passed over: an entry of the memory lacks buffer, counter, episode, iteration.",
+        "evaluations.jsonl: 2 of 3 lines are left out; line 2: complete is missing.",
+        "adaptations.jsonl: 1 of 1 lines are left out; line 1: split is missing.",
+        "episodes/1.jsonl is left out: line 1: stop_reason = 'bored': 'done', 'step_limit', 'length', ",
+        "Checkpoint 2 is passed over: an entry of the memory: buffer is missing.",
         "The groups are not listed: config.toml is missing or not understood",
     ):
         assert expected in text

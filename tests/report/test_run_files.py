@@ -67,7 +67,7 @@ def test_a_torn_last_line_is_left_out_and_a_damaged_one_is_named(tmp_path: Path)
     assert [line["iteration"] for line in read_run(run).metrics] == [1, 2, 3]
     with (run / "metrics.jsonl").open("a") as file:
         file.write("\n")
-    with pytest.raises(DataError, match=r"metrics\.jsonl: line 4 is not JSON"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl: line 4: not JSON"):
         read_run(run)
 
 
@@ -88,8 +88,8 @@ def test_files_are_read_in_the_order_of_iterations_and_old_ones_are_left_out(tmp
     read = [(iteration, [e["id"] for e in many]) for iteration, many in read_episodes(episode_files(tmp_path), remarks)]
     assert read == [(9, ["c"]), (10, ["a", "b"])]
     assert remarks == [
-        "episodes/2.jsonl is left out: it lacks tip_written.",
-        "episodes/3.jsonl is left out: it lacks state_before.",
+        "episodes/2.jsonl is left out: line 1: tip_written is missing.",
+        "episodes/3.jsonl is left out: line 1: steps[0].state_before is missing.",
     ]
 
 
@@ -100,7 +100,7 @@ def test_a_file_that_a_resumed_run_removes_meanwhile_is_left_out(tmp_path: Path)
     assert next(reading)[0] == 1
     (tmp_path / "episodes/2.jsonl").unlink()
     assert list(reading) == []
-    assert remarks == ["episodes/2.jsonl is left out: it was removed while the page was made."]
+    assert remarks == ["episodes/2.jsonl is left out: cannot be read: No such file or directory."]
 
 
 def test_states_without_embeddings_pass_a_checkpoint_over(tmp_path: Path) -> None:
@@ -112,4 +112,5 @@ def test_states_without_embeddings_pass_a_checkpoint_over(tmp_path: Path) -> Non
     (place / "manifest.json").write_text(json.dumps(manifest))
     found = read_run(tmp_path)
     assert found.kept is None
-    assert found.remarks == ["Checkpoint 2 is passed over, as that of another version: KeyError: 'embeddings'."]
+    said = "novelty/novelty.safetensors: 0 states do not fit the visits in novelty/novelty.json."
+    assert found.remarks == [f"Checkpoint 2 is passed over: {said}"]

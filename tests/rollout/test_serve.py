@@ -297,7 +297,7 @@ def broken_folders(place: Path):
         return str(folder), message
 
     norm = "model.norm.weight"
-    yield str(place / "nowhere"), "file not found"
+    yield str(place / "nowhere"), "cannot be read: No such file"
     yield changed("missing", lambda tensors: tensors.pop(norm), f"tensor {norm} is missing")
     yield changed("name", lambda tensors: tensors.update({"x": tensors.pop(norm)}), "tensor x is unknown")
     yield changed("shape", lambda tensors: tensors.update({norm: tensors[norm][:-1]}), f"tensor {norm} has shape")

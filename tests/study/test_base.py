@@ -44,7 +44,7 @@ def test_policies_are_adapted_to_what_they_were_not_trained_on(path: Path) -> No
     ("text", "message"),
     [
         ('base = "base.toml"', "not a study: seeds is missing"),
-        ("base = ", "not a study: Invalid value"),
+        ("base = ", "not valid TOML: Invalid value"),
         ('base = "base.toml"\nseeds = 2\nreference = "b"\n[arms.a]', "not one of the arms a"),
         ('base = "base.toml"\nseeds = 2\nreference = "starts"\n[arms.starts]', "an arm cannot be called starts"),
         ('base = "base.toml"\nseeds = 2\nreference = "../a"\n[arms."../a"]', r"arm '\.\./a': letters, digits"),
@@ -145,7 +145,7 @@ def test_a_study_may_extend_another_key_by_key(tmp_path: Path) -> None:
     [
         ('extends = "bad.toml"', "bad.toml: `extends` runs in a circle"),
         ("extends = 3", "bad.toml: extends = 3: the name of one file is allowed"),
-        ('extends = "none.toml"', "none.toml: not a study: No such file or directory"),
+        ('extends = "none.toml"', "none.toml: cannot be read: No such file or directory"),
         ('extends = "base.toml"', "bad.toml: not a study: base is missing"),
         ('extends = "small.toml"\narms = 3', "bad.toml: not a study: arms = 3: a table of keys and values is allowed"),
     ],

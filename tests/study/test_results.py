@@ -133,7 +133,7 @@ def test_other_problems_under_the_same_names_are_named() -> None:
     ("text", "message"),
     [
         ("{", "not JSON"),
-        ("[]", "not the results of a study in format 1"),
+        ("[]", "a table of keys and values is allowed"),
         ('{"format": 2}', "not the results of a study in format 1"),
         ('{"format": 1, "rows": []}', "not the results of a study: study is missing"),
     ],

@@ -27,10 +27,10 @@ from empo2_jax.envs.webshop.product import (
     RawProduct,
     clean,
     make_product,
-    read_record,
     usable,
 )
 from empo2_jax.errors import ConfigError, DataError
+from empo2_jax.readers import parse_json, shaped
 
 LAYOUT = 1  # of the kept files; another number is another folder
 CACHED = 4096  # products kept decoded
@@ -121,7 +121,7 @@ class SourceReader:
                     yield row
 
     def _read(self, record: Any, number: int, seen: set[str]) -> Row | None:
-        raw = read_record(RawProduct, record, f"{self.files.products}: record {number}")
+        raw = shaped(record, RawProduct, f"{self.files.products}: record {number}")
         if not usable(raw.asin):
             self.unusable += 1
             return None
@@ -134,9 +134,9 @@ class SourceReader:
     def _row(self, raw: RawProduct, number: int) -> Row:
         line = self._attributes.pop(raw.asin, None)
         where = f"{self.files.attributes}: {raw.asin}"
-        attributes = read_record(RawAttributes, json.loads(line), where) if line else None
+        attributes = parse_json(line, RawAttributes, where) if line else None
         instructions = [
-            read_record(RawInstruction, item, f"{self.files.human}: {raw.asin}: instruction {place}").model_dump()
+            shaped(item, RawInstruction, f"{self.files.human}: {raw.asin}: instruction {place}").model_dump()
             for place, item in enumerate(self._human_list(raw.asin))
         ]
         product = make_product(raw, attributes, f"{self.files.products}: record {number} ({raw.asin})")

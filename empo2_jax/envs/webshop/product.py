@@ -7,11 +7,11 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from empo2_jax.errors import DataError, short, wrong_value
+from empo2_jax.errors import DataError, short
 from empo2_jax.randomness import uniform
 
 DEFAULT_PRICE = 100.0  # dollars, of a product whose price is not given
@@ -20,8 +20,6 @@ LONGEST_ASIN = 10
 
 _UNPRINTABLE = re.compile(r"[\s\x00-\x1f\x7f-\x9f\u2028\u2029\u200b-\u200f\u202a-\u202e\u2066-\u2069]+")
 _PRICE = re.compile(r"\$([^$]*)")
-
-R = TypeVar("R", bound=BaseModel)
 
 
 class _Record(BaseModel):
@@ -67,14 +65,6 @@ class RawInstruction(_Record):
     instruction: str
     instruction_attributes: list[str]
     instruction_options: list[str] = Field(default_factory=list)
-
-
-def read_record(model: type[R], record: Any, where: str) -> R:
-    """Check a record; `where` names file and record in the one-line `DataError` about the first wrong field."""
-    try:
-        return model.model_validate(record)
-    except ValidationError as error:
-        raise DataError(f"{where}: {wrong_value(error.errors()[0])}") from None
 
 
 def clean(text: str) -> str:

@@ -10,16 +10,16 @@ from empo2_jax.envs.webshop.product import (
     clean,
     make_product,
     parse_prices,
-    read_record,
     usable,
 )
 from empo2_jax.errors import DataError
+from empo2_jax.readers import shaped
 from tests.fixtures.shop import product, raw
 
 
 def make(**changes) -> Product:
     attributes = RawAttributes(attributes=["arch support"])
-    return make_product(read_record(RawProduct, raw(**changes), "file: record 7"), attributes, "file: record 7")
+    return make_product(shaped(raw(**changes), RawProduct, "file: record 7"), attributes, "file: record 7")
 
 
 def test_a_record_becomes_a_product() -> None:
@@ -48,7 +48,7 @@ def test_texts_without_bullets_options_and_attributes() -> None:
 def test_a_missing_field_is_named(field: str) -> None:
     record = {key: value for key, value in raw().items() if key != field}
     with pytest.raises(DataError, match=f"^file: record 7: {field} is missing$"):
-        read_record(RawProduct, record, "file: record 7")
+        shaped(record, RawProduct, "file: record 7")
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,9 @@ def test_a_wrong_field_is_shown(changes, message: str) -> None:
 
 def test_records_that_are_no_objects() -> None:
     with pytest.raises(DataError, match=r"^file: record 7: the record = 'x': a table of keys and values is allowed"):
-        read_record(RawProduct, "x", "file: record 7")
+        shaped("x", RawProduct, "file: record 7")
     with pytest.raises(DataError, match="instruction_attributes is missing"):
-        read_record(RawInstruction, {"instruction": "buy"}, "human")
+        shaped({"instruction": "buy"}, RawInstruction, "human")
 
 
 @pytest.mark.parametrize(
