@@ -8,11 +8,8 @@ import difflib
 import logging
 import os
 import shlex
-import signal
 import sys
-import threading
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,10 +19,11 @@ from rich.table import Table
 from empo2_jax import cli_envs, cli_studies, shop
 from empo2_jax.cache import cache_folder
 from empo2_jax.config_file import dump_toml, load_config
-from empo2_jax.config_options import at_least, config_of, config_options
+from empo2_jax.config_options import at_least, config_of, config_options, names
 from empo2_jax.errors import ConfigError, Empo2Error, GangError
 from empo2_jax.hardware import HARDWARE
-from empo2_jax.interrupts import Stopped, stopped_by_sigterm, uninterrupted
+from empo2_jax.interrupts import Stopped, no_interrupt_lost, stopped_by_sigterm, uninterrupted
+from empo2_jax.output import output_written
 from empo2_jax.rollout import serve_options
 
 RESUME_HELP = (
@@ -50,39 +48,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
+        _refuse_other_text(arguments)
         known, rest = build_parser().parse_known_args(arguments)
         if rest:
             raise ConfigError(_unknown_option(rest[0], known.options))
         known.arguments = arguments
-        with _no_interrupt_lost(), stopped_by_sigterm("stopped"):
+        with no_interrupt_lost(), stopped_by_sigterm("stopped"), output_written():
             return known.call(known)
     except Empo2Error as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 75 if isinstance(error, GangError) else 2  # 75: `distributed.EXIT_GANG`
     except OSError as error:
-        print(f"error: {error.filename or ''}: {error.strerror or error}", file=sys.stderr)
+        print(f"error: {f'{error.filename}: ' if error.filename else ''}{error.strerror or error}", file=sys.stderr)
         return 2
     except (Stopped, KeyboardInterrupt) as end:
         print(f"{str(end) or 'interrupted'}; resume with: empo2 {shlex.join(arguments)}", file=sys.stderr)
         return 143 if isinstance(end, Stopped) else 130  # 128 + the signal: a scheduler starts the run again
 
 
-@contextmanager
-def _no_interrupt_lost() -> Generator[None, None, None]:
-    """Send a signal again when it struck in a callback of the garbage collector, where Python drops the exception."""
-    before, numbers = sys.unraisablehook, {KeyboardInterrupt: signal.SIGINT, Stopped: signal.SIGTERM}
-
-    def hook(dropped: Any) -> None:
-        if dropped.exc_type in numbers:
-            threading.Timer(0.05, os.kill, (os.getpid(), numbers[dropped.exc_type])).start()
-        else:
-            before(dropped)
-
-    sys.unraisablehook = hook
-    try:
-        yield
-    finally:
-        sys.unraisablehook = before
+def _refuse_other_text(arguments: Sequence[str]) -> None:
+    """Raise `ConfigError` for bytes that are no UTF-8: no file that is written could name them."""
+    for argument in arguments:
+        if any("\ud800" <= character <= "\udfff" for character in argument):
+            raise ConfigError(f"{os.fsencode(argument)!r}: text in UTF-8 is allowed")
 
 
 def build_parser() -> Parser:
@@ -163,7 +151,7 @@ def build_parser() -> Parser:
     _command(commands, "paper", _paper, "print docs/paper.md: the paper's numbers, our keys, where they are used")
     bench = _command(commands, "bench", _bench, "speed, memory and exactness against peers, on two pinned cores")
     bench.add_argument("--quick", action="store_true", help="small shapes, at most 6 minutes")
-    bench.add_argument("--suite", default="", metavar="A,B", help="only these suites (default: all but soak)")
+    bench.add_argument("--suite", metavar="A,B", help="only these suites (default: all but soak)")
     bench.add_argument("--episodes", type=int, metavar="N", help="of the suite soak (default: 480, quick: 128)")
     bench.add_argument("--json", type=Path, metavar="FILE", help="write every sample")
     bench.add_argument("--check", action="store_true", help="exit with 1 where a stable figure misses its goal")
@@ -197,6 +185,7 @@ def _unknown_option(option: str, parser: Parser) -> str:
 
 
 def _train(options: argparse.Namespace) -> int:
+    at_least("--start-timeout", options.start_timeout, 1)
     config = config_of(options)
     with uninterrupted():
         from empo2_jax import distributed
@@ -272,10 +261,7 @@ def _adapt(options: argparse.Namespace) -> int:
     with uninterrupted():
         from empo2_jax.panel_text import print_adaptation
         from empo2_jax.trained import adapt_run
-    tasks = [name.strip() for name in (options.tasks or "").split(",") if name.strip()]
-    if options.tasks is not None and not tasks:
-        raise ConfigError(f"--tasks {options.tasks!r}: names of tasks of the environment are allowed, A,B")
-    choice = {"split": options.split, "tasks": tasks, "panel_file": options.panel}
+    choice = {"split": options.split, "tasks": names("--tasks", options.tasks), "panel_file": options.panel}
     print_adaptation(
         adapt_run(options.run, options.trials, keep_memory=options.keep_memory, step=options.step, **choice)
     )
@@ -368,7 +354,7 @@ def _paper(options: argparse.Namespace) -> int:
 def _bench(options: argparse.Namespace) -> int:
     from empo2_jax.bench.runner import bench
 
-    suites = tuple(filter(None, options.suite.split(",")))
+    suites = names("--suite", options.suite)
     return bench(suites, options.quick, options.json, options.check, options.episodes)
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -12,7 +12,7 @@ from rich.table import Table
 from empo2_jax import shop
 from empo2_jax.config import Config, EnvConfig, parse_config
 from empo2_jax.config_file import load_config
-from empo2_jax.config_options import at_least
+from empo2_jax.config_options import at_least, names
 from empo2_jax.errors import ConfigError
 
 
@@ -32,7 +32,7 @@ def add_commands(commands: Any, command: Callable[..., argparse.ArgumentParser])
     envs = command(commands, "envs", None, "the environments").add_subparsers(required=True, metavar="COMMAND")
     check = command(envs, "check", _check, "replay known solutions; exit 1 if something is off")
     check.add_argument("name", metavar="NAME", help="environment, for example scienceworld")
-    check.add_argument("--tasks", default="", metavar="A,B", help="tasks (default: as configured)")
+    check.add_argument("--tasks", metavar="A,B", help="tasks (default: as configured)")
     check.add_argument("--processes", type=int, default=2, metavar="N", help="processes that must agree (default: 2)")
     check.add_argument("--package", action="store_true", help="compare every score with the world's own package too")
     _env_options(check)
@@ -46,7 +46,7 @@ def _env_options(parser: argparse.ArgumentParser) -> None:
             group.add_argument(f"--env.{key}", dest=f"env.{key}", metavar="VALUE", help=field.description)
 
 
-def _env_config(options: argparse.Namespace, name: str, tasks: list[str], base: Config | None = None) -> EnvConfig:
+def _env_config(options: argparse.Namespace, name: str, tasks: Sequence[str], base: Config | None = None) -> EnvConfig:
     """`[env]` of the configuration file or of `base`, with the options on top."""
     config = base or (load_config(options.config) if options.config else Config())
     values: dict[str, Any] = config.env.model_dump() | ({"name": name} if name else {})
@@ -62,7 +62,7 @@ def _env_config(options: argparse.Namespace, name: str, tasks: list[str], base: 
 def _number(key: str, text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ConfigError(f"--env.{key} {text}: a number, true or false is expected") from None
 
 
@@ -100,8 +100,7 @@ def _check(options: argparse.Namespace) -> int:
     from empo2_jax.progress import note
 
     at_least("--processes", options.processes, 1)
-    tasks = [name.strip() for name in options.tasks.split(",") if name.strip()]
-    config = _env_config(options, options.name, tasks)
+    config = _env_config(options, options.name, names("--tasks", options.tasks))
     note(f"replaying known solutions of {options.name} in {options.processes} processes")
     report = check(config, options.processes, options.package)
     console = Console()

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from empo2_jax.config_options import names
 from empo2_jax.errors import ConfigError
 
 
@@ -22,7 +23,7 @@ def add_commands(commands: Any, command: Callable[..., argparse.ArgumentParser])
     study.add_argument("--out", type=Path, default=Path("runs/studies"), metavar="DIR", help=text)
     study.add_argument("--seeds", type=int, metavar="N", help="first N seeds (default: as in the file)")
     study.add_argument("--jobs", type=int, default=2, metavar="N", help="runs at the same time (default: 2)")
-    study.add_argument("--arms", default="", metavar="A,B", help="only these arms (default: all)")
+    study.add_argument("--arms", metavar="A,B", help="only these arms (default: all)")
     text = "committed results: exit with 1 and name the cell unless they are reproduced within their intervals"
     study.add_argument("--check", type=Path, metavar="RESULTS", help=text)
     study.add_argument("--dry-run", action="store_true", help="print the runs and which are finished; run nothing")
@@ -54,7 +55,7 @@ def _report(options: argparse.Namespace) -> int:
 def _study(options: argparse.Namespace) -> int:
     from empo2_jax.study.runner import plan_lines, run_studies
 
-    arms = tuple(filter(None, options.arms.split(",")))
+    arms = names("--arms", options.arms)
     choice = {"seeds": options.seeds, "jobs": options.jobs, "arms": arms, "check": options.check}
     if options.dry_run:
         print("\n".join(plan_lines(options.studies, options.out, **choice)))

@@ -49,6 +49,7 @@ class ModelConfig(Section):
 
     path: str = Field(
         "smollm2-135m-instruct",
+        min_length=1,
         description="Hugging Face folder, hub id, `smollm2-135m-instruct` (installable) or `toy` (shipped start)",
     )
     compute_dtype: Literal["float32", "bfloat16"] = Field("float32", description="activations")

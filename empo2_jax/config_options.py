@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from empo2_jax.config import Config
+from empo2_jax.config_base import LARGEST
 from empo2_jax.config_file import load_config
 from empo2_jax.errors import ConfigError
 
@@ -67,7 +68,16 @@ def _toml_text(text: str, field: FieldInfo) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def at_least(option: str, value: int | None, least: int) -> None:
-    """Raise `ConfigError` if an option was given (not None) and its number is too small."""
-    if value is not None and value < least:
-        raise ConfigError(f"{option} {value}: at least {least} is allowed")
+def at_least(option: str, value: int | float | None, least: int | float) -> None:
+    """Raise `ConfigError` if an option was given (not None) and its number is too small, or too large for anything."""
+    if value is not None and not least <= value <= LARGEST:
+        said = f"at least {least}" if value < least else f"a number up to {LARGEST}"
+        raise ConfigError(f"{option} {value}: {said} is allowed")
+
+
+def names(option: str, text: str | None) -> tuple[str, ...]:
+    """The names in an option's A,B; () where it was not given; raises `ConfigError` if it was and has none."""
+    found = tuple(name.strip() for name in (text or "").split(",") if name.strip())
+    if text is not None and not found:
+        raise ConfigError(f"{option} {text!r}: names are allowed, A,B")
+    return found

@@ -1,6 +1,5 @@
 """What the terminal shows while a run goes on: a live line on a terminal, one plain line per iteration elsewhere."""
 
-import os
 import sys
 import time
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from empo2_jax.metrics import Number
+from empo2_jax.output import to_nowhere
 
 SHOWN = (
     ("score", "episode/score", ".1f"),
@@ -29,9 +29,7 @@ class Terminal(Console):
 
     def on_broken_pipe(self) -> None:
         """Everything goes nowhere; Rich would end the program."""
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stderr.fileno())
-        os.close(nowhere)
+        to_nowhere(sys.stderr)
 
 
 class RunProgress:

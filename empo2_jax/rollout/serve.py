@@ -1,8 +1,8 @@
 """`empo2 serve`: one process that serves a Hugging Face folder through SGLang's native HTTP API, with our engine.
 
 The socket is bound before the weights are read (a taken port costs nothing), and the address is printed once requests
-are answered. SIGTERM or Ctrl-C ends it: no new requests, those there are get a time to finish, the rest is given back
-as aborted, exit code 0.
+are answered. SIGTERM or Ctrl-C ends it: at once while it loads; later no new requests are taken, those there are get a
+time to finish, the rest is given back as aborted, exit code 0.
 
 Weights are kept as the model computes with them: matrices in the compute dtype, norms in f32.
 """
@@ -24,6 +24,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from empo2_jax.errors import ConfigError, DataError
+from empo2_jax.interrupts import ended_at_once
 from empo2_jax.models.hf_weights import load_model
 from empo2_jax.models.qwen2 import Qwen2, Qwen2Config
 from empo2_jax.models.qwen2_config import read_config
@@ -51,7 +52,8 @@ def serve(options: ServeOptions) -> int:
         DataError: the folder cannot be read.
     """
     with _listening(options.host, options.port) as listener:
-        served = _load(options)
+        with ended_at_once():
+            served = _load(options)
         config = uvicorn.Config(
             make_app(served, options.api_key),
             loop="asyncio",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from empo2_jax.config_options import at_least
 from empo2_jax.errors import ConfigError
 
 KEY_VARIABLE, DTYPES = "EMPO2_API_KEY", ("float32", "bfloat16")
@@ -41,9 +42,8 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         for one in fields(self):
-            value, least = vars(self)[one.name], one.metadata.get("least")
-            if least is not None and value is not None and value < least:
-                raise ConfigError(f"{_flag(one.name)} {value}: at least {least} is allowed")
+            if "least" in one.metadata and one.metadata["least"] is not None:
+                at_least(_flag(one.name), vars(self)[one.name], one.metadata["least"])
         if self.dtype not in (None, *DTYPES):
             raise ConfigError(f"--dtype {self.dtype}: {' or '.join(DTYPES)} is allowed")
         if not 0 <= self.port <= 65535:

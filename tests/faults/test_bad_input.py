@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 from empo2_jax.assets import toy_start
 from empo2_jax.config_file import dump_toml, load_config
 from tests.fixtures.processes import TOY, empo2, train_arguments
+from tests.fixtures.recorded import make_run
 from tests.fixtures.shop import raw, write_data
 
 pytestmark = pytest.mark.medium
@@ -52,7 +55,29 @@ def no_such_folder(tmp_path: Path) -> tuple[Path, tuple[str, ...]]:
     return folder, ("model.path", str(folder), "no such folder")
 
 
-@pytest.mark.parametrize("damage", [no_such_folder, truncated_weights, tokenizer_beyond_the_vocabulary])
+def rotary_base_that_is_text(tmp_path: Path) -> tuple[Path, tuple[str, ...]]:
+    folder = policy(tmp_path)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rope_theta": "x"}), encoding="utf-8")
+    return folder, (f"{file}: rope_theta = 'x': a number is allowed",)
+
+
+def chat_template_that_fails(tmp_path: Path) -> tuple[Path, tuple[str, ...]]:
+    folder = policy(tmp_path)
+    (folder / "chat_template.jinja").write_text("{% if %}", encoding="utf-8")
+    return folder, (f"{folder}: chat template: TemplateSyntaxError: ",)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        no_such_folder,
+        truncated_weights,
+        tokenizer_beyond_the_vocabulary,
+        rotary_base_that_is_text,
+        chat_template_that_fails,
+    ],
+)
 def test_policy_that_cannot_be_used(damage: Callable[[Path], tuple[Path, tuple[str, ...]]], tmp_path: Path) -> None:
     folder, said = damage(tmp_path)
     line = refused(*train_arguments(tmp_path / "run", "--model.path", str(folder)))
@@ -98,6 +123,42 @@ def test_run_directory_whose_config_is_lost(tmp_path: Path) -> None:
     (run_dir / "checkpoints/0").mkdir(parents=True)
     line = refused("train", str(TOY), "--run.dir", str(run_dir))
     assert f"{run_dir / 'config.toml'}: no such configuration file" in line
+
+
+def test_run_directory_whose_start_is_damaged(tmp_path: Path) -> None:
+    start = tmp_path / "run/start"
+    start.mkdir(parents=True)
+    (start / "made_from.txt").write_bytes(b"\xff")
+    line = refused(*train_arguments(tmp_path / "run", "--warmstart.updates", "1"))
+    assert f"{start}: made by another configuration" in line
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        (
+            "metrics.jsonl",
+            b'{"iteration": 1, "episode/score": null}\n',
+            "line 1: episode/score = None: a finite number",
+        ),
+        ("run.json", b'{"commit": 5}', "commit = 5: text is allowed"),
+        ("fork.json", b'{"changed": 5}', "run is missing"),
+        ("start/losses.json", b"[" * 100_000, "not JSON: recursion limit exceeded"),
+    ],
+)
+def test_report_of_a_damaged_run(file: str, content: bytes, said: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (run / file).parent.mkdir(exist_ok=True)
+    (run / file).write_bytes(content)
+    assert f"{run / file}: {said}" in refused("report", str(run))
+    assert not (run / "report.html").exists()
+
+
+def test_output_that_cannot_be_written() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "empo2_jax", "paper"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "error: standard output: No space left on device\n")
 
 
 def test_run_directory_of_another_config(tmp_path: Path) -> None:
