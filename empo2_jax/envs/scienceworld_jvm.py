@@ -14,6 +14,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -94,22 +95,27 @@ class _Random:
 
     def place(self) -> int:
         """The state of the generator, from its documented serial form: the last eight bytes before the end mark."""
-        generator, io = self._shared().self(), self._gateway.jvm.java.io
+        io = self._gateway.jvm.java.io
         data = io.ByteArrayOutputStream()
         stream = io.ObjectOutputStream(data)
-        stream.writeObject(generator)
+        stream.writeObject(self._generator)
         stream.close()
         written = bytes(data.toByteArray())
-        for item in (generator, stream, data):
+        for item in (stream, data):
             self._gateway.detach(item)
         return int.from_bytes(written[-9:-1])
 
     def go_to(self, place: int) -> None:
         """Draw on from a state that `place` gave; Java mixes a seed with its multiplier."""
-        self._shared().setSeed(place ^ 0x5DEECE66D)
+        self._generator.setSeed(place ^ 0x5DEECE66D)
 
-    def _shared(self) -> Any:
-        return getattr(getattr(self._gateway.jvm.scala.util, "Random$"), "MODULE$")
+    @cached_property
+    def _generator(self) -> Any:
+        """Fetched once: what Java hands out it keeps until it is detached."""
+        shared = getattr(getattr(self._gateway.jvm.scala.util, "Random$"), "MODULE$")
+        generator = shared.self()
+        self._gateway.detach(shared)
+        return generator
 
 
 class Jvm:
