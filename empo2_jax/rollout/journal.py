@@ -4,11 +4,12 @@ For rollout servers, whose samples do not repeat themselves. The engine in this 
 bit for bit, so that nothing is kept there. An episode is taken up only by the iteration that it is of and under the
 weights that sampled it: both are in the name of its file, and what newer weights sampled is dropped when a run goes on
 from an older checkpoint. Every process appends to files of its own and reads all. Not the record of a run (`metrics`),
-and not what is trained on twice: an iteration that a checkpoint holds has no file any more.
+and nothing is trained on twice: files go once a checkpoint has the updates that were made on them.
 """
 
 import base64
 import dataclasses
+import json
 import logging
 import zlib
 from collections.abc import Sequence
@@ -16,8 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from empo2_jax.errors import GUIDE, DataError
-from empo2_jax.metrics import JsonLines, read_jsonl
+from empo2_jax.errors import GUIDE
+from empo2_jax.metrics import JsonLines
 from empo2_jax.progress import note
 from empo2_jax.rollout.collect import Assignment, Ended
 from empo2_jax.rollout.spread import from_bytes, to_bytes
@@ -55,21 +56,21 @@ class Journal:
     """Context manager around one rollout; a `collect.Keeper`."""
 
     def __init__(self, folder: Path, rollout: str, process: int) -> None:
-        """Read what there is of the rollout.
+        """Read what there is of the rollout, and cut the own file before what is damaged.
 
         Raises:
             DataError: the own file cannot be written.
         """
+        own = folder / f"{rollout}-{process}.jsonl"
+        found = {path: _read(path) for path in sorted(folder.glob(f"{rollout}-*.jsonl"))}
         self._known: dict[str, Ended] = {}
-        for path in sorted(folder.glob(f"{rollout}-*.jsonl")):
-            try:
-                for ended in map(_ended, read_jsonl(path)):
-                    self._known[ended.episode.id] = ended
-            except (DataError, KeyError, TypeError, ValueError, zlib.error) as error:
-                _log.warning("%s: the rest of it is played again: %s; %sepisodes-played-again", path, error, GUIDE)
+        for ended in (ended for part in found.values() for ended in part):
+            before = self._known.get(ended.episode.id)
+            if before is None or not before.told:  # a file of another process may have it without its tip
+                self._known[ended.episode.id] = ended
         if self._known:
             note(f"{len(self._known)} episodes of this rollout had ended before and are kept")
-        self._file = JsonLines(folder / f"{rollout}-{process}.jsonl")
+        self._file = JsonLines(own, len(found.get(own, ())))
 
     def __enter__(self) -> "Journal":
         """Keep what ends from now on."""
@@ -93,6 +94,18 @@ class Journal:
             data = base64.b64encode(to_bytes([episode])).decode()
             said = dataclasses.asdict(observation)
             self._file.append({"id": episode.id, "told": told, "observation": said, "episode": data})
+
+
+def _read(path: Path) -> list[Ended]:
+    """What stands before the first damaged line; a torn last line is not said."""
+    found = []
+    try:
+        for line in path.read_bytes().splitlines(keepends=True):
+            if line.endswith(b"\n"):
+                found.append(_ended(json.loads(line)))
+    except (OSError, KeyError, TypeError, ValueError, zlib.error) as error:
+        _log.warning("%s: the rest of it is played again: %s; %sepisodes-played-again", path, error, GUIDE)
+    return found
 
 
 def _ended(record: dict[str, Any]) -> Ended:

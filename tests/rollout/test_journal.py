@@ -133,13 +133,20 @@ def test_every_process_has_a_file_of_its_own_and_reads_all(tmp_path: Path) -> No
     assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == ["3-3-0.jsonl", "3-3-1.jsonl"]
 
 
+def test_a_tip_that_another_process_has_written_since_is_not_written_again(tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        play(tmp_path, taught(), 3, process=1)
+    assert set(play(tmp_path, taught())[1].asked) == {item.id for item in ASSIGNMENTS}
+    assert play(tmp_path, taught())[1].asked == []
+
+
 def test_a_failed_episode_is_not_kept(tmp_path: Path) -> None:
     episodes, _ = play(tmp_path, taught(), family=CorridorFamily(3, {(1, 2): 9}))
     assert [episode.stop_reason.valid for episode in episodes] == [True, False, True, True]
     assert set(play(tmp_path, taught())[1].asked) == {ASSIGNMENTS[1].id}
 
 
-@pytest.mark.parametrize("damage", ["torn", "flipped", "rubbish"])
+@pytest.mark.parametrize("damage", ["torn", "flipped", "rubbish", "zeros"])
 def test_a_damaged_file_costs_its_rest(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     wanted, _ = play(tmp_path, taught())
     path = tmp_path / "rollouts/3-3-0.jsonl"
@@ -147,12 +154,14 @@ def test_a_damaged_file_costs_its_rest(damage: str, tmp_path: Path, caplog: pyte
     assert len(lines) == 8
     last = lines[-1]
     flipped = last[:-40] + (b"A" if last[-40:-39] != b"A" else b"B") + last[-39:]
-    lines[-1] = {"torn": last[:-9], "flipped": flipped, "rubbish": b"{}\n"}[damage]
+    lines[-1] = {"torn": last[:-9], "flipped": flipped, "rubbish": b"{}\n", "zeros": bytes(9) + b"\n"}[damage]
     path.write_bytes(b"".join(lines))
     with caplog.at_level(logging.WARNING):
         found, engine = play(tmp_path, taught())
     assert_same(found, wanted)
     assert engine.asked == [ASSIGNMENTS[3].id]  # its tip
+    assert len(caplog.records) == (damage != "torn")
+    assert play(tmp_path, taught())[1].asked == []  # what was written since lies before no damage
     assert len(caplog.records) == (damage != "torn")
 
 
