@@ -2,7 +2,8 @@
 
 Training is one program on all processes (`jax.distributed`); what is not device arithmetic goes over the coordinator's
 key-value store, so that a process that is missing is named instead of waited for. Process 0 is the only writer of the
-run directory, which all processes see. Without any of this there is one process, and nothing here does anything.
+run directory, which all processes see, but for `rollouts/` (rollout/journal.py). Without any of this there is one
+process, and nothing here does anything.
 
 Not here: restarting (launch/supervise.py), the share of the episodes (rollout/spread.py), signals (watch.py).
 """

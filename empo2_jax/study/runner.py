@@ -1,7 +1,7 @@
 """`empo2 study`: what is missing is run, each run in its own process; one row per finished run; then tables and page.
 
 Rows are kept in `rows.jsonl`; a study that was stopped, or whose runs failed, goes on where it was. A run that fails
-is named and the others go on. Arms of equal configuration share their runs, since these would be the same to the bit.
+is named and the others go on. Arms of equal configuration are one experiment and share its runs.
 A study's folder belongs to one process at a time and to one study file.
 """
 
