@@ -319,7 +319,7 @@ class Config(Section):
                 f"run.mirror = {self.run.mirror!r}: a URL with its scheme is allowed: s3://…, gs://…, file://…"
             )
         urls = (*self.rollout.servers, self.rollout.router, self.run.mirror)
-        if any(map(has_key, urls)):
+        if any(map(names_user, urls)):
             raise ValueError(
                 "no user and key in a URL, since the run directory shows it; environment variables have them"
             )
@@ -360,7 +360,7 @@ class Config(Section):
         return Path(self.run.dir or f"runs/{self.run.name}")
 
 
-def has_key(url: str) -> bool:
+def names_user(url: str) -> bool:
     """Whether a URL names a user, and so perhaps a password or key."""
     return "@" in url.partition("://")[2].partition("/")[0]
 

@@ -52,6 +52,7 @@ class Experience:
 
         Raises:
             EnvError: too many episodes failed; nothing is changed then.
+            DataError: episodes that ended cannot be kept; nothing is changed then.
             Stopped: the run is to end; nothing is changed then.
         """
         clock, before = Stopwatch(), dict(self._collector.seconds)

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jaxtyping import Float32, Int32
 
 from empo2_jax import distributed
-from empo2_jax.config import Config, has_key
+from empo2_jax.config import Config, names_user
 from empo2_jax.errors import ConfigError
 from empo2_jax.learner.optim import policy_optimizer
 from empo2_jax.learner.step import Learner, supervised_loss
@@ -106,7 +106,7 @@ def server_urls(servers: tuple[str, ...]) -> list[str]:
         raise ConfigError(
             f"rollout.servers: {wrong[0] if wrong else 'nothing'!r}; http:// or https:// URLs are allowed"
         )
-    if any(map(has_key, servers)):
+    if any(map(names_user, servers)):
         raise ConfigError(
             "rollout.servers: no user and key in a URL, since logs show it; $EMPO2_API_KEY (rollout.api_key_env) has it"
         )

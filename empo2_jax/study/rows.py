@@ -95,7 +95,7 @@ class Row(_Shape):
     prompt_tokens: float
     sampled_tokens: float
     tip_calls: float
-    adaptation: _Adapted | None = None
+    adaptation: Annotated[_Adapted, Field(default=None)]  # may be missing, not null
     problems: str = ""
 
 

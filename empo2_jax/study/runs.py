@@ -89,7 +89,9 @@ def run_cell(cell: Cell, folder: Path, processes: Processes) -> Record:
     if cell.trials and not _adapted(cell, folder):
         _empo2(cell, adapt_command(cell, folder), processes)
         if not _adapted(cell, folder):
-            raise DataError(f"{cell}: {folder}: episodes of the adaptation failed: its curve is of a part")
+            raise DataError(
+                f"{cell}: {folder}: the newest adaptation is not the one that is asked for, or episodes of it failed"
+            )
     try:
         row = row_of(folder)
     except DataError as error:

@@ -160,6 +160,7 @@ def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> Non
         ({"tasks": {"door": 1.0}}, r"rows\[7\] and rows\[0\] have scores of different tasks"),
         ({"seed": 2}, r"rows\[7\] is a second one of arm old, seed 2"),
         ({"adaptation": {"score": []}}, r"rows\[7\].adaptation.score = \[\]: a length of at least 1"),
+        ({"adaptation": None}, r"rows\[7\].adaptation = None: "),
     ],
 )
 def test_results_that_cannot_be_are_refused(tmp_path: Path, change: dict[str, Any], said: str) -> None:

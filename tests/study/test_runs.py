@@ -139,7 +139,9 @@ def test_what_a_shorter_or_longer_study_left_is_not_taken_for_this_one(tmp_path:
     cell = replace(cells_of(load_study(path))[0], trials=2)
     for other in others:
         write_lines(file, wanted | other)
-        with pytest.raises(DataError, match=r"arm new, seed 0: .*run: episodes of the adaptation failed"):
+        with pytest.raises(
+            DataError, match=r"arm new, seed 0: .*run: the newest adaptation is not .*, or episodes of it failed"
+        ):
             run_cell(cell, folder, processes)
         assert processes.commands == ["train", "adapt"]
         processes.commands.clear()
@@ -162,7 +164,7 @@ def test_a_policy_may_be_adapted_to_another_panel(tmp_path: Path) -> None:
     assert adapt_command(plain, tmp_path) == ["adapt", str(tmp_path), "--trials", "2"]
     folder, processes = make_run(tmp_path / "run", 40.0), NoProcesses()
     write_lines(folder / "adaptations.jsonl", make_adaptation([1.0, 2.0]))
-    with pytest.raises(DataError, match="episodes of the adaptation failed"):
+    with pytest.raises(DataError, match="the newest adaptation is not the one"):
         run_cell(cell, folder, processes)
     assert run_cell(plain, folder, processes)["adaptation"]["score"] == [1.0, 2.0]
     rows = [{"task": "bulb", "variation": 6, "scores": [3.0, 4.0]}]
