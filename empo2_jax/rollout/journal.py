@@ -9,23 +9,30 @@ and nothing is trained on twice: files go once a checkpoint has the updates that
 
 import base64
 import dataclasses
-import json
 import logging
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
-from empo2_jax.errors import GUIDE
+from typing_extensions import TypedDict
+
+from empo2_jax.errors import GUIDE, DataError
 from empo2_jax.metrics import JsonLines
 from empo2_jax.progress import note
+from empo2_jax.readers import parse_json, read_bytes
 from empo2_jax.rollout.collect import Assignment, Ended
 from empo2_jax.rollout.spread import from_bytes, to_bytes
 from empo2_jax.types import Observation
 
 FOLDER = "rollouts"
 _log = logging.getLogger(__name__)
+
+
+class _Line(TypedDict):
+    told: bool
+    observation: Observation
+    episode: str
 
 
 class Journals:
@@ -100,14 +107,14 @@ def _read(path: Path) -> list[Ended]:
     """What stands before the first damaged line; a torn last line is not said."""
     found = []
     try:
-        for line in path.read_bytes().splitlines(keepends=True):
+        for number, line in enumerate(read_bytes(path).splitlines(keepends=True), 1):
             if line.endswith(b"\n"):
-                found.append(_ended(json.loads(line)))
-    except (OSError, KeyError, TypeError, ValueError, zlib.error) as error:
+                found.append(_ended(parse_json(line, _Line, f"line {number}")))
+    except (DataError, KeyError, TypeError, ValueError, zlib.error) as error:
         _log.warning("%s: the rest of it is played again: %s; %sepisodes-played-again", path, error, GUIDE)
     return found
 
 
-def _ended(record: dict[str, Any]) -> Ended:
-    (episode,), _ = from_bytes(base64.b64decode(record["episode"]))
-    return Ended(episode, Observation(**record["observation"]), record["told"])
+def _ended(line: _Line) -> Ended:
+    (episode,), _ = from_bytes(base64.b64decode(line["episode"]))
+    return Ended(episode, line["observation"], line["told"])
