@@ -78,13 +78,16 @@ class RecordedEpisode(TypedDict):
     steps: list[RecordedStep]
 
 
+Curve = Annotated[list[float], Field(min_length=1)]  # a value per repeat or trial
+
+
 @with_config(RECORD)
 class PlayedVariation(TypedDict):
     """A row of an evaluation."""
 
     task: str
     variation: Whole
-    scores: Annotated[list[float], Field(min_length=1)]
+    scores: Curve
 
 
 @with_config(RECORD)
@@ -106,7 +109,8 @@ class TriedVariation(TypedDict):
     """A row of an adaptation: None where an episode failed."""
 
     task: str
-    scores: list[float | None]
+    variation: Whole
+    scores: Annotated[list[float | None], Field(min_length=1)]
 
 
 @with_config(RECORD)
@@ -118,16 +122,16 @@ class Tried(TypedDict):
     split: str
     memory: str
     complete: bool
-    score: Annotated[list[float], Field(min_length=1)]
-    success: list[float]
-    best_score: list[float]
-    rows: list[TriedVariation]
+    score: Curve
+    success: Curve
+    best_score: Curve
+    rows: Annotated[list[TriedVariation], Field(min_length=1)]
 
 
 def _one_per_trial(record: Tried) -> Tried:
-    lists = (record["success"], record["best_score"], *(row["scores"] for row in record["rows"]))
-    if any(len(values) != len(record["score"]) for values in lists):
-        raise ValueError(f"success, best_score and scores: {len(record['score'])} values, as score has, are allowed")
+    curves = (record["score"], record["best_score"], record["success"], *(row["scores"] for row in record["rows"]))
+    if len(lengths := sorted({len(curve) for curve in curves})) > 1:
+        raise ValueError(f"curves of {lengths[0]} and {lengths[-1]} trials; one length is allowed")
     return record
 
 

@@ -47,7 +47,7 @@ def test_what_a_run_writes_is_of_its_shape(name: str) -> None:
         ("evaluation", {"score": None}, "score = None: a number is allowed"),
         ("evaluation", {"rows": []}, "rows = []: a length of at least 1 is allowed"),
         ("evaluation", {"rows": [{"task": "a", "variation": 0, "scores": [None]}]}, "rows[0].scores[0] = None: a num"),
-        ("adaptation", {"best_score": [1.0]}, "success, best_score and scores: 2 values, as score has, are allowed"),
+        ("adaptation", {"best_score": [1.0]}, "curves of 1 and 2 trials; one length is allowed"),
         ("adaptation", {"score": ["x"]}, "score[0] = 'x': a number is allowed"),
     ],
 )

@@ -84,7 +84,7 @@ def _adaptation_remarks(rows: Sequence[Record], names: Mapping[str, Path]) -> li
     remarks = [
         f"{name}: the newest adaptation is left out, since episodes of it failed."
         for (name, folder), row in zip(names.items(), rows, strict=True)
-        if (folder / ADAPTATIONS_FILE).is_file() and "adaptation" not in row
+        if (file := folder / ADAPTATIONS_FILE).is_file() and file.stat().st_size and "adaptation" not in row
     ]
     if len({row["adaptation"]["panel"] for row in rows if "adaptation" in row}) > 1:
         for row in rows:

@@ -1,7 +1,7 @@
-"""The shapes of what a study reads back: lines of a run's logs, the row that is left of a run, results files.
+"""The shapes of what a study reads back: the row that is left of a run, and results files (logs: `records.py`).
 
-A run may be of another version or damaged, and results may have been edited: what is read is checked here before any
-table is made of it, and a mistake is named with its place. What stands in a row is said where it is made (`runs.py`).
+A run may be of another version or damaged, and results may have been edited: what is read is checked before any table
+is made of it, and a mistake is named with its place. What stands in a row is said where it is made (`runs.py`).
 """
 
 import hashlib
@@ -9,66 +9,22 @@ import json
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from empo2_jax.metrics import Record
 from empo2_jax.readers import shaped
+from empo2_jax.records import Curve
 
 EVALUATED, TRIED = "evaluation", "trials"  # without memory; or with reflections of earlier trials
 SPENT = ("environment_steps", "prompt_tokens", "sampled_tokens", "tip_calls")
 Point = Annotated[tuple[int, float, float], Field(strict=False)]
 TrainingPoint = Annotated[tuple[int, float, float | None, float], Field(strict=False)]
-Curve = Annotated[list[float], Field(min_length=1)]
 
 
 class _Shape(BaseModel):
     """Keys that are needed; others are allowed."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
-
-
-class _Problem(_Shape):
-    task: str
-    variation: int
-
-
-class _Evaluated(_Problem):
-    scores: Curve
-
-
-class _Tried(_Problem):
-    scores: Annotated[list[float | None], Field(min_length=1)]  # by trial; None where an episode failed
-
-
-class Evaluation(_Shape):
-    """A line of `evaluations.jsonl`."""
-
-    iteration: int
-    split: str
-    score: float
-    success: float
-    complete: bool
-    rows: list[_Evaluated] = Field(min_length=1)
-
-
-class Adaptation(_Shape):
-    """A line of `adaptations.jsonl`."""
-
-    iteration: int
-    split: str
-    memory: str
-    score: Curve
-    best_score: Curve
-    success: Curve
-    complete: bool
-    rows: list[_Tried] = Field(min_length=1)
-
-    @model_validator(mode="after")
-    def _one_length(self) -> "Adaptation":
-        curves = [self.score, self.best_score, self.success, *(row.scores for row in self.rows)]
-        if len(lengths := sorted({len(curve) for curve in curves})) > 1:
-            raise ValueError(f"curves of {lengths[0]} and {lengths[-1]} trials; one length is allowed")
-        return self
 
 
 class _Adapted(_Shape):

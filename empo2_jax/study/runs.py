@@ -10,16 +10,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from pydantic import BaseModel
-
 from empo2_jax.errors import DataError
 from empo2_jax.metrics import ADAPTATIONS_FILE, EVALUATIONS_FILE, Record, read_jsonl, read_metrics
 from empo2_jax.panels import load_panel
+from empo2_jax.records import Adapted, Evaluated
 from empo2_jax.report.marks import alike
 from empo2_jax.report.parts import is_number
 from empo2_jax.run_record import read_facts
 from empo2_jax.study.base import STARTS, Cell
-from empo2_jax.study.rows import EVALUATED, SPENT, TRIED, Adaptation, Evaluation, Row, checked, problems_key
+from empo2_jax.study.rows import EVALUATED, SPENT, TRIED, Row, checked, problems_key
 
 _ONE_THREAD = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "OMP_NUM_THREADS": "1"}
 
@@ -157,7 +156,7 @@ def row_of(folder: Path) -> Record:
 def _evaluations(folder: Path) -> list[Record]:
     """Evaluations of a trained policy; where nothing is trained (Reflexion), one per trial on the panel."""
     file = folder / EVALUATIONS_FILE
-    if lines := _lines(file, Evaluation):
+    if lines := _lines(file, Evaluated):
         return [line | {"protocol": EVALUATED} for line in lines]
     record = _adaptation_record(folder)
     if record is None:
@@ -176,15 +175,14 @@ def _evaluations(folder: Path) -> list[Record]:
     ]
 
 
-def _lines(file: Path, shape: type[BaseModel]) -> list[Record]:
+def _lines(file: Path, shape: Any) -> list[Record]:
     """The lines of a log, [] without it."""
-    lines = read_jsonl(file) if file.is_file() else []
-    return [checked(shape, line, f"{file}: line {number}") for number, line in enumerate(lines, 1)]
+    return read_jsonl(file, shape) if file.is_file() else []
 
 
 def _adaptation_record(folder: Path) -> Record | None:
     """The newest one."""
-    return next(reversed(_lines(folder / ADAPTATIONS_FILE, Adaptation)), None)
+    return next(reversed(_lines(folder / ADAPTATIONS_FILE, Adapted)), None)
 
 
 def _played(line: Record) -> set[tuple[str, int]]:
@@ -218,7 +216,7 @@ def _adaptation(folder: Path) -> dict[str, Any]:
 
 def _adapted(cell: Cell, folder: Path) -> bool:
     """Whether the newest adaptation is what the cell asks for: of the trained policy, without memory, on its panel."""
-    record, evaluations = _adaptation_record(folder), _lines(folder / EVALUATIONS_FILE, Evaluation)
+    record, evaluations = _adaptation_record(folder), _lines(folder / EVALUATIONS_FILE, Evaluated)
     if record is None or not evaluations or not record["complete"]:
         return False
     split, problems = evaluations[-1]["split"], _played(evaluations[-1])

@@ -81,6 +81,8 @@ def test_adaptations_that_do_not_compare_are_left_out(tmp_path: Path) -> None:
     assert (
         "b: the newest adaptation is left out, since episodes of it failed." in text and "<td>a</td><td>2</td>" in text
     )
+    (second / "adaptations.jsonl").write_text("")  # of an adaptation that did not get to its end
+    assert "left out" not in compare_runs([first, second], page).read_text()
 
 
 def test_runs_with_their_own_copies_of_one_panel_compare(tmp_path: Path) -> None:
