@@ -35,7 +35,10 @@ def compare_runs(folders: Sequence[Path], path: Path) -> Path:
     check_same_panel({name: identity(config) for name, config in configs.items()}, first, "report")
     rows: list[Record] = [{"arm": name, "seed": 0, **row_of(folder)} for name, folder in names.items()]
     _check_same_problems(rows)
-    adaptation = _adaptation_remarks(rows, names)
+    remarks = _failed_adaptations(rows, names)
+    if len({row["adaptation"]["panel"] for row in rows if "adaptation" in row}) > 1:
+        rows = [{key: value for key, value in row.items() if key != "adaptation"} for row in rows]
+        remarks.append("The newest adaptations played other problems or began otherwise; they are left out.")
     arms: dict[str, Record] = {name: {"base": "", "overrides": [], "config": {}} for name in names}
     results = Results("runs", first, list(names)[1], "", {}, arms, rows, [])
     facts = {name: read_facts(folder) for name, folder in names.items()}
@@ -44,7 +47,7 @@ def compare_runs(folders: Sequence[Path], path: Path) -> Path:
         title="Runs side by side",
         about=f"{', '.join(names)}; one run each, so that no interval can be given.",
         facts={f"commit of {row['arm']}": row["commit"] or "unknown" for row in rows},
-        warnings=[*_warnings(rows, configs), *adaptation, *continued(results), *tried(results)],
+        warnings=[*_warnings(rows, configs), *remarks, *continued(results), *tried(results)],
         tables=[_scores(rows), *([tasks(results)] if len(rows[0]["tasks"]) > 1 else []), _keys(configs), cost(results)],
         figures=[figure for figure in figures(results) if figure.title != "What each change costs"],
         source=f"empo2 report {' '.join(map(str, folders))} · commit {', '.join(results.commits)}",
@@ -79,18 +82,12 @@ def _check_same_problems(rows: Sequence[Record]) -> None:
             )
 
 
-def _adaptation_remarks(rows: Sequence[Record], names: Mapping[str, Path]) -> list[str]:
-    """What is said of adaptations that do not compare; those are taken out of `rows`."""
-    remarks = [
+def _failed_adaptations(rows: Sequence[Record], names: Mapping[str, Path]) -> list[str]:
+    return [
         f"{name}: the newest adaptation is left out, since episodes of it failed."
         for (name, folder), row in zip(names.items(), rows, strict=True)
         if (file := folder / ADAPTATIONS_FILE).is_file() and file.stat().st_size and "adaptation" not in row
     ]
-    if len({row["adaptation"]["panel"] for row in rows if "adaptation" in row}) > 1:
-        for row in rows:
-            row.pop("adaptation", None)
-        remarks.append("The newest adaptations played other problems or began otherwise; they are left out.")
-    return remarks
 
 
 def _warnings(rows: Sequence[Record], configs: dict[str, Config]) -> list[str]:
