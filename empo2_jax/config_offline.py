@@ -23,6 +23,9 @@ class WarmstartConfig(Section):
         description="what is imitated: `demonstrations` or `gold` paths of the environment, directories of runs",
     )
     demonstrations: Positive = Field(40, description="transcripts asked from the environment")
+    kinds: tuple[str, ...] = Field(
+        (), strict=False, description="kinds of these, in turn, for example of a newcomer; empty = all that there are"
+    )
     variations: int = Field(
         0, ge=0, description="first training variations that they are made on; 0 = those of env.train_variations"
     )

@@ -266,6 +266,10 @@ def train(
     rows, measured = (_rows(chat, part, config.context_weight, update.buckets[-1]) for part in (learned, apart))
     if not rows or (apart and not measured):
         raise DataError(f"warmstart: no transcript fits the largest of update.buckets = {update.buckets[-1]}")
+    if left_out := len(chats) - len(rows) - len(measured):
+        note(
+            f"warm start: {left_out} of {len(chats)} transcripts are longer than update.buckets = {update.buckets[-1]}"
+        )
     graphdef, params = nnx.split(policy.model)
     learner = Learner(
         graphdef,
@@ -339,7 +343,7 @@ def transcripts(family: EnvironmentFamily, config: WarmstartConfig, seed: int) -
     chats: list[list[Message]] = []
     for source in config.source:
         if source == DEMONSTRATIONS:
-            found = family.demonstrations("train", config.demonstrations, seed)
+            found = _demonstrations(family, config, seed)
         else:
             is_gold = source == GOLD
             tasks = family.tasks("train") if is_gold else []
@@ -352,6 +356,13 @@ def transcripts(family: EnvironmentFamily, config: WarmstartConfig, seed: int) -
             raise ConfigError(f"warmstart.updates > 0: environment {family.name} offers no {source}")
         chats += found
     return chats
+
+
+def _demonstrations(family: EnvironmentFamily, config: WarmstartConfig, seed: int) -> list[list[Message]]:
+    if unknown := set(config.kinds) - set(family.demonstration_kinds):
+        known = ", ".join(family.demonstration_kinds) or "none to choose from"
+        raise ConfigError(f"warmstart.kinds: {family.name} has no {min(unknown)!r}; its kinds are {known}")
+    return family.demonstrations("train", config.demonstrations, seed, config.kinds)
 
 
 def hold_out(chats: Transcripts, share: float, seed: int) -> tuple[Transcripts, Transcripts]:

@@ -113,6 +113,17 @@ def test_a_start_may_see_more_problems_than_are_trained_on(tmp_path: Path):
     assert json.loads((folder / "imitation.json").read_text())["transcripts"] == 5
 
 
+def test_transcripts_that_are_too_long_are_counted_aloud(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    lengths = sorted(
+        len(answer_row(word_chat(), chat).token_ids) for chat in toy.family().demonstrations("train", 12, 0)
+    )
+    longest = lengths[5]
+    ensure_start(tiny(f"update.buckets=[{longest}]", f"rollout.max_length={longest}"), toy.family(), tmp_path / "start")
+    left_out = sum(length > longest for length in lengths)
+    told = f"warm start: {left_out} of 12 transcripts are longer than update.buckets = {longest}"
+    assert left_out > 0 and told in capsys.readouterr().err
+
+
 def test_an_interrupted_start_ends_with_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     options = ("warmstart.held_out=0.3", "warmstart.held_out_every=1", "warmstart.patience=9")
     whole = ensure_start(tiny(*options), toy.family(), tmp_path / "whole")
@@ -145,6 +156,8 @@ def test_gold_paths_and_runs_are_filtered_and_come_in_the_order_of_the_sources(t
             tiny("warmstart.source=gold", "warmstart.max_steps=1", "warmstart.demonstrations=3").warmstart,
             0,
         )
+    with pytest.raises(ConfigError, match=r"warmstart\.kinds: toy has no 'tips'; its kinds are none to choose from"):
+        transcripts(toy.family(), tiny('warmstart.kinds=["tips"]').warmstart, 0)
     with pytest.raises(DataError, match="no recorded episodes"):
         transcripts(toy.family(), tiny(f"warmstart.source={tmp_path}").warmstart, 0)
 

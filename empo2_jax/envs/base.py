@@ -40,6 +40,7 @@ class EnvironmentFamily(Protocol):
 
     name: str
     max_score: float  # points of a perfect episode
+    demonstration_kinds: tuple[str, ...]  # what `demonstrations` can be limited to; () where all are of one kind
 
     def tasks(self, split: str) -> list[Task]:
         """Tasks of "train", "dev" or "test" in a fixed order, as configured."""
@@ -85,8 +86,11 @@ class EnvironmentFamily(Protocol):
         """A tip by rule for tests and named options; (action, observation after it) pairs. "" where none exists."""
         ...
 
-    def demonstrations(self, split: str, count: int, seed: int) -> list[list[Message]]:
-        """Chats for the supervised warm start, made on `split`; loss falls on the assistant turns."""
+    def demonstrations(self, split: str, count: int, seed: int, kinds: Sequence[str] = ()) -> list[list[Message]]:
+        """Chats for the supervised warm start, made on `split`; loss falls on the assistant turns.
+
+        They are of `kinds` in turn, some of `demonstration_kinds`, or of all.
+        """
         ...
 
     def close(self) -> None:

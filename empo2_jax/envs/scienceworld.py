@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from empo2_jax.config import EnvConfig
 from empo2_jax.envs import scienceworld_text
 from empo2_jax.envs.pool import Pool
-from empo2_jax.envs.scienceworld_demos import Demonstrator, GoldPaths, worked_example
+from empo2_jax.envs.scienceworld_demos import KINDS, Demonstrator, GoldPaths, worked_example
 from empo2_jax.envs.scienceworld_env import NAME, Resolver, ScienceWorldEnvironment
 from empo2_jax.envs.scienceworld_jvm import DETERMINISTIC_FLAGS, LEAN_FLAGS, Jvm
 from empo2_jax.envs.scienceworld_package import PackageWorld
@@ -31,6 +31,7 @@ class ScienceWorldFamily:
 
     name = NAME
     max_score = scienceworld_text.MAX_SCORE
+    demonstration_kinds = KINDS
 
     def __init__(
         self,
@@ -99,9 +100,9 @@ class ScienceWorldFamily:
         """A truthful sentence by rule from (action, reply) pairs; "" without steps."""
         return scienceworld_text.scripted_tip(steps, score)
 
-    def demonstrations(self, split: str, count: int, seed: int) -> list[list[Message]]:
+    def demonstrations(self, split: str, count: int, seed: int, kinds: Sequence[str] = ()) -> list[list[Message]]:
         """`count` chats made from gold paths of `split`, see `Demonstrator`; repeatable if deterministic."""
-        return Demonstrator(self, self._simplification).chats(self.tasks(split), count, seed)
+        return Demonstrator(self, self._simplification).chats(self.tasks(split), count, seed, kinds or KINDS)
 
     def close(self) -> None:
         """Kill every simulator; safe to call twice."""

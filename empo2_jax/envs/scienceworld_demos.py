@@ -1,9 +1,11 @@
 """Chats for the supervised warm start: gold paths replayed in the real simulator, with detours, failures and tips.
 
-Four kinds take turns: the gold path; the gold path with harmless detours; the gold path after a tip that a success
-wrote; a stay that only explores and ends early. Each closes with the request for a tip and a truthful tip by rule, so
-that a small model learns to act, to use tips and to write them. Gold paths come from a Java process of their own
-(generating them would slow every later reset of a stepping one) and are cached as JSON.
+Four kinds take turns: the gold path; the gold path with harmless detours; the gold path with the tip of an earlier
+success in every turn, as memory shows it; a stay that explores, tries a deed or two and ends early, every second time
+with the tip of another such stay. Each closes with the request for a tip and a truthful tip by rule, so that a small
+model learns to act, to use tips and to write them. Tips and exploration alone make a newcomer, who knows how to solve
+nothing but what a tip tells. Gold paths come from a Java process of their own (generating them would slow every later
+reset of a stepping one) and are cached as JSON.
 """
 
 import json
@@ -86,14 +88,15 @@ class Demonstrator:
         self._family = family
         self._gold = GoldPaths(simplification)
 
-    def chats(self, tasks: Sequence[Task], count: int, seed: int) -> list[list[Message]]:
-        """`count` chats over `tasks` in an order drawn from `seed`; the kinds of `KINDS` take turns."""
+    def chats(self, tasks: Sequence[Task], count: int, seed: int, kinds: Sequence[str] = KINDS) -> list[list[Message]]:
+        """`count` chats over `tasks` in an order drawn from `seed`; `kinds` take turns, shifted from round to round."""
         order = generator(seed, "demonstrations").permutation(len(tasks))
         environment = self._family.make()
         try:
             return [
-                self._chat(environment, tasks[order[number % len(tasks)]], KINDS[number % len(KINDS)], seed, number)
+                self._chat(environment, tasks[order[place]], kinds[(place + turn) % len(kinds)], seed, number)
                 for number in range(count)
+                for turn, place in [divmod(number, len(tasks))]
             ]
         finally:
             environment.close()
@@ -102,20 +105,27 @@ class Demonstrator:
     def _chat(self, environment: Environment, task: Task, kind: str, seed: int, number: int) -> list[Message]:
         gold = self._gold.actions(task)
         rng = generator(seed, "demonstration", number)
+        actions, earlier = gold, []
         if kind == "tips":
-            score, steps, _ = self._play(environment, task, gold)
-            tip = self._family.scripted_tip(environment.goal, steps, score)
-            return self._play(environment, task, gold, [tip_entry(tip, steps[0][0], score)])[2]
-        if kind == "detours":
-            return self._play(environment, task, detours(gold, rng))[2]
-        if kind == "exploration":
-            return self._play(environment, task, exploration(gold, rng))[2]
-        return self._play(environment, task, gold)[2]
+            earlier = gold
+        elif kind == "detours":
+            actions = detours(gold, rng)
+        elif kind == "exploration":
+            actions = exploration(gold, rng)
+            earlier = exploration(gold, rng) if rng.random() < 0.5 else []
+        return self._play(environment, task, actions, self._told(environment, task, earlier))[2]
+
+    def _told(self, environment: Environment, task: Task, actions: Sequence[str]) -> list[str]:
+        """What memory shows of an earlier episode of these actions; nothing without actions."""
+        if not actions:
+            return []
+        score, steps, _ = self._play(environment, task, actions)
+        return [tip_entry(self._family.scripted_tip(environment.goal, steps, score), steps[-1][0], score)]
 
     def _play(
         self, environment: Environment, task: Task, actions: Sequence[str], tips: Sequence[str] = ()
     ) -> tuple[float, list[tuple[str, str]], list[Message]]:
-        """Final score, (action, reply) pairs and the chat of `actions`, cut where the episode ends."""
+        """Final score, (action, reply) pairs and the chat of `actions`, cut where it ends; `tips` in each turn."""
         observation = environment.reset(task, 0)
         opening = self._family.first_turn(environment.goal, observation.text)
         chat = [Message("user", opening + tips_block(tips))]
@@ -128,7 +138,7 @@ class Demonstrator:
             chat.append(Message("assistant", action))
             if observation.done or number + 1 == len(actions):
                 break
-            chat.append(Message("user", self._family.next_turn(observation.text)))
+            chat.append(Message("user", self._family.next_turn(observation.text) + tips_block(tips)))
         chat.append(Message("user", self._family.tip_request(observation.text, observation.score)))
         chat.append(Message("assistant", self._family.scripted_tip(environment.goal, steps, observation.score)))
         return observation.score, steps, chat
@@ -144,6 +154,12 @@ def detours(gold: Sequence[str], rng: np.random.Generator) -> list[str]:
 
 
 def exploration(gold: Sequence[str], rng: np.random.Generator) -> list[str]:
-    """Looking about on the way of the path without its deeds: only walking, opening and looking, then stopping."""
+    """A stay on the way of the path that tries deeds of it blindly: every second one tries one, every eighth another.
+
+    None is tried where one alone is the solution.
+    """
     walk = [action for action in gold if action.startswith(_HARMLESS_GOLD)][:4]
-    return [*walk, str(rng.choice(_DETOURS)), "look around"]
+    deeds = [action for action in gold if not action.startswith((*_HARMLESS_GOLD, "wait")) and not action.isdigit()]
+    chances = (1 / 2, 1 / 8) if len(deeds) > 1 else ()
+    tried = [str(rng.choice(deeds)) for chance in chances if rng.random() < chance]
+    return [*walk, *(tried or [str(rng.choice(_DETOURS))]), "look around"]

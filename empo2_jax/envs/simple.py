@@ -15,6 +15,7 @@ class SimpleFamily:
 
     name = ""
     max_score = 100.0
+    demonstration_kinds: tuple[str, ...] = ()
     instruction = "You act in a text world. Each turn, answer with one action and nothing else."
 
     def tasks(self, split: str) -> list[Task]:
@@ -69,7 +70,7 @@ class SimpleFamily:
         taken = ", ".join(dict.fromkeys(action for action, _ in steps))
         return f"I did {taken} and reached {score:g} of {self.max_score:g}." if steps else ""
 
-    def demonstrations(self, split: str, count: int, seed: int) -> list[list[Message]]:
+    def demonstrations(self, split: str, count: int, seed: int, kinds: Sequence[str] = ()) -> list[list[Message]]:
         """Solutions of the split's problems played in the world, each ended by a tip; [] where none is known."""
         tasks = self.tasks(split)
         solved = [(task, path) for task in tasks[:count] if (path := self.solution(task))]

@@ -110,6 +110,7 @@ class ToyFamily:
 
     name = "toy"
     max_score = 100.0
+    demonstration_kinds: tuple[str, ...] = ()
 
     def __init__(self, variations: Sequence[int]):
         self._variations = tuple(variations)
@@ -170,7 +171,7 @@ class ToyFamily:
         """The facts that the observations showed, in order, each once."""
         return " ".join(dict.fromkeys(fact for _, observation in steps if (fact := _fact(observation)))) or "nothing ."
 
-    def demonstrations(self, split: str, count: int, seed: int) -> list[list[Message]]:
+    def demonstrations(self, split: str, count: int, seed: int, kinds: Sequence[str] = ()) -> list[list[Message]]:
         """Chats of an expert with a misleading prior, in houses of random names and secrets.
 
         A life is six episodes in one house whose memory begins with an insider's episode. Without tips the expert

@@ -66,6 +66,7 @@ class DoorsFamily:
 
     name = "doors"
     max_score = 100.0
+    demonstration_kinds = ()
 
     def __init__(self, variations: int):
         self._variations = variations
@@ -121,7 +122,7 @@ class DoorsFamily:
         """A tip by rule: the last thing that was seen."""
         return steps[-1][1] if steps else ""
 
-    def demonstrations(self, split: str, count: int, seed: int) -> list[list[Message]]:
+    def demonstrations(self, split: str, count: int, seed: int, kinds: Sequence[str] = ()) -> list[list[Message]]:
         """Chats of somebody who opens doors by chance, never one twice, or follows a tip, and writes a tip."""
         return [_demonstration(self, generator(seed, "doors", split, number)) for number in range(count)]
 

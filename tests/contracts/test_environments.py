@@ -228,6 +228,14 @@ def test_demonstrations_alternate_and_are_repeatable(family):
         assert roles == ["user", "assistant"] * (len(roles) // 2)
 
 
+def test_demonstrations_can_be_limited_to_each_of_their_kinds(family):
+    for kind in family.demonstration_kinds:
+        assert len(family.demonstrations("train", 2, 1, (kind,))) == 2
+    if len(family.demonstration_kinds) > 1:
+        first, last = (family.demonstrations("train", 1, 1, (kind,)) for kind in family.demonstration_kinds[::3][:2])
+        assert first != last
+
+
 def test_close_at_any_time_is_safe_and_the_next_episode_is_whole(family):
     expected = None
     for wait in (0.0, 0.005, 0.03):

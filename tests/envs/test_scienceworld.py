@@ -122,9 +122,26 @@ def test_gold_paths_reach_100_and_demonstrations_tell_it(demonstrations):
         assert [message.role for message in chat] == ["user", "assistant"] * (len(chat) // 2)
         kind = KINDS[number % len(KINDS)]
         assert ("score of 100 out of 100" in chat[-2].content) == (kind != "exploration")
-        assert ("do the same again" in chat[0].content) == (kind == "tips")
+        turns = [message.content for message in chat[:-2:2]]
+        assert [turn.count("do the same again") for turn in turns] == [kind == "tips"] * len(turns)
+        assert "Tips from earlier episodes" not in chat[-2].content
         assert len(chat[-1].content.split()) < 100
         assert "\n" not in chat[-1].content
+
+
+def test_tips_of_demonstrations_are_the_last_entry_of_an_earlier_success(demonstrations):
+    for chat in demonstrations[2::4]:
+        *actions, tip = [message.content for message in chat if message.role == "assistant"]
+        assert all(turn.content.endswith(f"- {tip} (action : {actions[-1]} ; score : 100 )") for turn in chat[:-2:2])
+
+
+def test_kinds_of_demonstrations_take_turns_and_shift_with_every_round(family):
+    """Ten problems: the eleventh chat is of the first problem again, in the other kind."""
+    chats = family.demonstrations("train", 12, 0, ("tips", "exploration"))
+    with_tips = ["do the same again" in chat[0].content for chat in chats]
+    assert with_tips == [True, False] * 5 + [False, True]
+    goals = [chat[0].content.partition("Tips from")[0].strip() for chat in chats]
+    assert goals[10:] == goals[:2] and len(set(goals)) == 10
 
 
 def test_demonstrations_are_repeatable(family, demonstrations):

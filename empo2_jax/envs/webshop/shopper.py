@@ -35,10 +35,10 @@ class Shopper:
     ) -> None:
         self._family, self._environment, self._shop, self._nouns = family, environment, shop, nouns
 
-    def chats(self, tasks: Sequence[Task], count: int, seed: int) -> list[list[Message]]:
-        """`count` chats over `tasks` in an order drawn from `seed`; the kinds of `KINDS` take turns."""
+    def chats(self, tasks: Sequence[Task], count: int, seed: int, kinds: Sequence[str] = KINDS) -> list[list[Message]]:
+        """`count` chats over `tasks` in an order drawn from `seed`; `kinds` take turns."""
         order = generator(seed, "demonstrations").permutation(len(tasks))
-        return [self._chat(tasks[order[number % len(tasks)]], KINDS[number % len(KINDS)]) for number in range(count)]
+        return [self._chat(tasks[order[number % len(tasks)]], kinds[number % len(kinds)]) for number in range(count)]
 
     def _chat(self, task: Task, kind: str) -> list[Message]:
         self._environment.reset(task, 0)

@@ -7,7 +7,7 @@ from empo2_jax.envs.webshop.catalogue import Catalogue
 from empo2_jax.envs.webshop.environment import MAX_SCORE, NAME, WebShopEnvironment, known
 from empo2_jax.envs.webshop.goals import Goals
 from empo2_jax.envs.webshop.nouns import Nouns
-from empo2_jax.envs.webshop.shopper import Shopper, plan
+from empo2_jax.envs.webshop.shopper import KINDS, Shopper, plan
 from empo2_jax.errors import ConfigError
 from empo2_jax.types import Message, Task
 
@@ -19,6 +19,7 @@ class WebShopFamily:
 
     name = NAME
     max_score = MAX_SCORE
+    demonstration_kinds = KINDS
 
     def __init__(
         self,
@@ -92,9 +93,10 @@ class WebShopFamily:
         """A truthful sentence by rule from (answer, observation) pairs; "" without steps."""
         return text.scripted_tip(steps, score)
 
-    def demonstrations(self, split: str, count: int, seed: int) -> list[list[Message]]:
+    def demonstrations(self, split: str, count: int, seed: int, kinds: Sequence[str] = ()) -> list[list[Message]]:
         """`count` chats of a scripted shopper on goals of `split`, see `shopper`; repeatable."""
-        return Shopper(self, self.make(), self.catalogue, self.nouns).chats(self.tasks(split), count, seed)
+        shopper = Shopper(self, self.make(), self.catalogue, self.nouns)
+        return shopper.chats(self.tasks(split), count, seed, kinds or KINDS)
 
     def close(self) -> None:
         """Nothing to release."""

@@ -250,6 +250,7 @@ def test_demonstrations_think_act_and_close_with_a_tip(family: WebShopFamily) ->
     assert len(chats) == 6 and chats != family.demonstrations("train", 6, 1)
     assert [("Tips from earlier" in chat[0].content) for chat in chats] == [False, False, True] * 2
     assert "click[features]" in "".join(message.content for message in chats[1])
+    assert all("Tips from earlier" in chat[0].content for chat in family.demonstrations("train", 3, 0, ("tip",)))
     for chat in chats:
         *answers, tip = [message.content for message in chat if message.role == "assistant"]
         assert all(len(answer.splitlines()) == 2 for answer in answers)
