@@ -7,6 +7,7 @@ from empo2_jax.config import Config, parse_config
 from empo2_jax.hardware import HARDWARE, Hardware
 from empo2_jax.models.qwen2_sizes import QWEN2_5
 from empo2_jax.planning import (
+    DECODE_SHARE,
     GIB,
     MOST_DEVICES,
     SHARE,
@@ -52,6 +53,7 @@ def lines(plan: Plan, config: Config) -> list[str]:
         f"  sampling {plan.sampling:.1f} s or more, if weights are gathered and read once a token"
         if plan.kv
         else "  sampling: the servers' affair",
+        *(_expected(plan) if plan.kv else ()),
     ]
     if plan.devices > chip.host * plan.processes:
         text.append(
@@ -68,6 +70,14 @@ def lines(plan: Plan, config: Config) -> list[str]:
     if least > update.micro_batch_tokens:
         text.append(f"  set update.micro_batch_tokens = {least}")
     return text if plan.fits else [*text, *(f"  {hint}" for hint in _hints(plan, config))]
+
+
+def _expected(plan: Plan) -> Iterator[str]:
+    """One figure for an iteration, and what it assumes."""
+    yield (
+        f"  expected {plan.seconds + plan.rollout:.0f} s: update {plan.seconds:.0f}, rollout {plan.rollout:.0f} "
+        f"(actions and tips at {DECODE_SHARE:.0%} of the bandwidth, prompts, simulators); not measured"
+    )
 
 
 def _memory(plan: Plan, config: Config) -> Iterator[tuple[str, int, str]]:

@@ -28,6 +28,8 @@ from empo2_jax.types import TrainBatch
 
 GIB = 2**30
 SHARE = 0.4  # of the bf16 peak, recomputation not counted: what a well-tuned update reaches
+DECODE_SHARE = 0.5  # of the memory and link bandwidth: an assumption; the rest are launches and latency of collectives
+WORLD_S = 0.017  # CPU of an action in ScienceWorld, docs/adr/0023
 MOST_DEVICES = 1024  # tried when looking for a number that fits
 UNSET: Mesh3 = (1, 1, 1)  # a mesh that leaves the choice to the plan
 ENTRY_TOKENS = 16  # of a tip's entry in the block, beyond the tip and its action
@@ -71,7 +73,10 @@ class Plan:
     model_flops: float  # ledger and updates, useful tokens only, no recomputation
     padded_flops: float  # the same with padding
     traffic: dict[str, float]  # bytes that one device sends for one micro-batch, by what and why
-    token_steps: int  # of sampling: tokens one after another, each for all slots
+    token_steps: int  # of sampling actions: tokens one after another, each for all slots
+    tip_steps: int  # the same of writing tips
+    prompt_flops: float  # of reading what the engine did not sample: each token once, tips at every step
+    worlds: float  # seconds of simulators, all workers busy
     share: float
 
     @property
@@ -126,11 +131,28 @@ class Plan:
     @property
     def sampling(self) -> float:
         """Least seconds of decoding: of every token the weights are gathered and read, and half of the cache."""
+        return self.token_steps * self._token
+
+    @property
+    def rollout(self) -> float:
+        """Expected seconds of a rollout: actions and tips at `DECODE_SHARE`, prompts at `share`, simulators.
+
+        0 where servers sample: their hardware is not known here.
+        """
+        if self.published:
+            return 0.0
+        decoding = (self.token_steps + self.tip_steps) * self._token / DECODE_SHARE
+        samplers = self.processes if self.processes > 1 else self.devices
+        return decoding + self.prompt_flops / (self.share * self.chip.flops * samplers) + self.worlds
+
+    @property
+    def _token(self) -> float:
+        """Least seconds of one token in all slots."""
         if self.published:
             return 0.0
         fsdp = 1 if self.processes > 1 else self.mesh[1]
         read = self.engine * fsdp + self.kv / 2
-        return self.token_steps * (read / self.chip.bandwidth + self.engine * (fsdp - 1) / self.chip.link)
+        return read / self.chip.bandwidth + self.engine * (fsdp - 1) / self.chip.link
 
 
 def shape_of(path: str) -> tuple[str, Qwen2Config]:
@@ -225,6 +247,7 @@ def plan_on(
     ledger += _whole(episodes * work.tipped_passes * work.splits, shards) * padded_both
     learning = passes * updates * (plain * rows * padded + sided * shards * padded_both)
 
+    waves, p_memory = math.ceil(episodes / (rollout.slots * processes)), config.algorithm.p_memory
     whole = weight_bytes(shape, fsdp, tensor)
     adapter = weight_bytes(shape, fsdp, tensor, lora) if lora.enabled else 0
     trained = adapter or whole
@@ -267,7 +290,10 @@ def plan_on(
         model_flops=float(episodes * useful),
         padded_flops=float(ledger + learning),
         traffic=traffic(shape, mesh, tokens, rows // shards * actions, width, config.model.remat, adapter),
-        token_steps=math.ceil(episodes / (rollout.slots * processes)) * actions,
+        token_steps=waves * actions,
+        tip_steps=waves * config.memory.tip_max_tokens if p_memory > 0 else 0,
+        prompt_flops=float(episodes * ((1 - p_memory) * bare + p_memory * both)),
+        worlds=episodes * config.env.step_limit * WORLD_S / config.env.workers,
         share=share,
     )
 

@@ -30,6 +30,18 @@ def test_the_table_plans_the_shipped_run() -> None:
     assert config.model.compute_dtype == row.model.compute_dtype
 
 
+@pytest.mark.parametrize(("name", "chip"), [("", "a100-40"), ("_h100", "h100"), ("_v5p", "v5p")])
+def test_documents_have_the_expected_seconds_that_the_command_prints(name: str, chip: str) -> None:
+    path = ROOT / "configs" / f"scienceworld_qwen2.5_7b{name}.toml"
+    plan = make_plan(load_config(path), chip)
+    at_best = plan.model_flops / (plan.share * plan.chip.flops * plan.devices)
+    expected, update, rollout = (f"{value:.0f}" for value in (plan.seconds + plan.rollout, plan.seconds, plan.rollout))
+    head = f"expected to take {expected} s: update {update} s (at best {at_best:.0f}), rollout {rollout} s"
+    assert head in path.read_text(encoding="utf-8")
+    row = f"| {at_best:.0f} to {update} | {plan.sampling:.0f} or more | **{expected}** |"
+    assert row in (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+
+
 def test_a_plan_that_fits_says_where_every_byte_goes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(SEVEN), "--hardware", "a100-40", "--devices", "8", "--formula"]) == 0
     shown = capsys.readouterr().out
@@ -40,6 +52,7 @@ def test_a_plan_that_fits_says_where_every_byte_goes(capsys: pytest.CaptureFixtu
         "upper estimate (a formula's)",
         "all-reduce of activations (tensor)",
         "59.2 s at 40% of the peak",
+        "expected 214 s: update 104, rollout 110 (actions and tips at 50% of the bandwidth, prompts, simulators)",
     ):
         assert part in shown
     assert shown.endswith("\nfits\n")
@@ -79,7 +92,7 @@ def test_a_plan_for_servers_says_what_lies_elsewhere() -> None:
     text = "\n".join(lines(make_plan(config, "a100-40"), config))
     assert "published for servers, bfloat16, GiB" in text and "KV room" not in text and "  engine " not in text
     assert "14.185  a version" in text and "56.741  on the disk: 3 versions" in text  # 2 · 7,615,616,512 bytes
-    assert "sampling: the servers' affair" in text
+    assert "sampling: the servers' affair" in text and "expected" not in text
 
 
 def test_more_devices_than_a_machine_has_are_said_to_be_several_processes() -> None:

@@ -21,6 +21,7 @@ SEVEN = CONFIGS / "scienceworld_qwen2.5_7b.toml"
 SMALL = Qwen2Config(
     vocab_size=32, hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, intermediate_size=24
 )
+PLACE = ("Qwen2.5-7B", QWEN2_5["7B"], HARDWARE["a100-40"], (1, 2, 4))
 SMALL_RUN = {
     "rollout": {"max_length": 8, "max_action_tokens": 1, "tasks_per_iteration": 2, "group_size": 4, "slots": 4},
     "env": {"step_limit": 2},
@@ -132,7 +133,26 @@ def test_a_plan_by_hand() -> None:
     assert plan.seconds == pytest.approx(compute + 2 * sum(plan.traffic.values()) / 450e9)
     assert plan.peak == 3 * plan.weights + plan.moments + plan.batch + plan.temporaries  # theirs, engine's, gradients
     assert plan.kv_room == (80_000_000_000 - 2 * plan.weights - plan.moments) // 2, "sampling reads a copy of the cache"
-    assert plan.sampling == pytest.approx(2 * 2 * ((2 * plan.weights + plan.kv / 2) / 3.35e12 + plan.weights / 450e9))
+    token = (2 * plan.weights + plan.kv / 2) / 3.35e12 + plan.weights / 450e9
+    assert plan.sampling == pytest.approx(2 * 2 * token)
+    prompts = 8 * episode / (0.4 * 989e12 * 4)
+    actions_and_tips = 2 * (2 + 4) * token / 0.5  # two waves
+    assert plan.worlds == pytest.approx(8 * 2 * 0.017 / small().env.workers)
+    assert plan.rollout == pytest.approx(actions_and_tips + prompts + plan.worlds)
+
+
+def test_prompts_with_tips_are_read_at_every_step_and_only_where_there_are_tips() -> None:
+    config = load_config(SEVEN)
+    bare, tips = (
+        plan_on(config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"p_memory": p})}), *PLACE)
+        for p in (0.0, 0.25)
+    )
+    assert (bare.tip_steps, tips.tip_steps) == (0, 2 * config.memory.tip_max_tokens)
+    block = 10 * (128 + 32 + 16)
+    side = sum(min(block, 4500 * (30 - step) // 30) for step in range(30)) + 30 * 32
+    one, both = (forward_flops(QWEN2_5["7B"], tokens, 4500, 30 * 32) for tokens in (4500, 4500 + side))
+    assert bare.prompt_flops == 128 * one
+    assert tips.prompt_flops == 128 * (0.75 * one + 0.25 * both)
 
 
 def test_what_is_given_back_during_updates_is_not_there_then() -> None:
@@ -219,7 +239,7 @@ def test_servers_have_the_cache_and_files_have_the_weights() -> None:
         rollout={"engine": "sglang", "servers": ["http://a"]}, model={"compute_dtype": "bfloat16"}, algorithm={}
     )
     plan = plan_on(servers, "small", SMALL, HARDWARE["h100"], (1, 1, 1))
-    assert (plan.engine, plan.kv, plan.kv_tokens, plan.sampling) == (0, 0, 0, 0.0)
+    assert (plan.engine, plan.kv, plan.kv_tokens, plan.sampling, plan.rollout) == (0, 0, 0, 0.0, 0.0)
     assert plan.published == 2 * SMALL.num_parameters
     assert plan.loading == 2 * plan.weights  # handed over, and rounded as servers have it
     own = plan_on(small(model={"compute_dtype": "bfloat16"}), "small", SMALL, HARDWARE["h100"], (1, 1, 1))
