@@ -1,17 +1,20 @@
 """Make the runs of notebook 04 and write what it reads: `python notebooks/record_dynamics.py` in the root.
 
 EMPO² and GRPO train on the toy world from the same start, once per seed (a few minutes each on one core; a run that
-is there is continued). One JSON line per seed, arm and iteration, with few digits, goes to `toy_dynamics.jsonl`.
+is there is continued). `toy_dynamics.jsonl` begins with a line that says what made it (command, configuration and
+commit); one line per seed, arm and iteration follows, with few digits.
 """
 
 import argparse
 import json
 import math
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 from empo2_jax.metrics import read_jsonl, read_metrics, write_atomically
+from empo2_jax.run_record import read_facts
 
 ARMS = {"empo2": [], "grpo": ["--algorithm.name", "grpo", "--algorithm.p_memory", "0"]}
 NAMES = {
@@ -23,26 +26,34 @@ NAMES = {
     "total/sampled_tokens",
 }
 PER_MODE = {"reward", "ess", "masked_negative", "kl_tips_vs_bare"}  # of empo2/<mode>/<name>
+CONFIG, EVERY = "configs/toy.toml", 5  # iterations between evaluations
 RECORDED = Path(__file__).with_name("toy_dynamics.jsonl")
 
 
 def train(arm: str, seed: int, run_dir: Path) -> None:
-    """One run of `configs/toy.toml`, evaluated every five iterations."""
-    options = {"run.seed": seed, "run.dir": run_dir, "run.tensorboard": "false", "evaluation.every": 5}
-    command = [sys.executable, "-m", "empo2_jax", "train", "configs/toy.toml", *ARMS[arm]]
+    """One run of `CONFIG`, evaluated every `EVERY` iterations."""
+    options = {"run.seed": seed, "run.dir": run_dir, "run.tensorboard": "false", "evaluation.every": EVERY}
+    command = [sys.executable, "-m", "empo2_jax", "train", CONFIG, *ARMS[arm]]
     for key, value in options.items():
         command += [f"--{key}", str(value)]
     subprocess.run(command, check=True)
 
 
+def head(command: list[str], run_dirs: list[Path]) -> str:
+    """The first line: what made the file, and the commits of its runs, each once."""
+    commits = dict.fromkeys(read_facts(run_dir)["commit"] for run_dir in run_dirs)
+    made = {"command": shlex.join(command), "config": CONFIG, "evaluation.every": EVERY, "commit": ", ".join(commits)}
+    return json.dumps(made) + "\n"
+
+
 def lines(arm: str, seed: int, run_dir: Path) -> list[str]:
     """The recorded lines of one run; iteration 0 is the evaluation of the start."""
-    head = {"arm": arm, "seed": seed}
+    run = {"arm": arm, "seed": seed}
     start = read_jsonl(run_dir / "evaluations.jsonl")[0]
-    records = [{**head, "iteration": 0, "val/score": start["score"]}]
+    records = [{**run, "iteration": 0, "val/score": start["score"]}]
     for metrics in read_metrics(run_dir):
         kept = {name: round(value, 4) for name, value in metrics.items() if _wanted(name) and math.isfinite(value)}
-        records.append({**head, "iteration": metrics["iteration"], **kept})
+        records.append({**run, "iteration": metrics["iteration"], **kept})
     return [json.dumps(record) + "\n" for record in records]
 
 
@@ -56,13 +67,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="runs per arm (default: 3)")
     parser.add_argument("--out", type=Path, default=Path("runs/dynamics"), help="folder of the runs")
     arguments = parser.parse_args()
-    text = []
+    text, run_dirs = [], []
     for seed in range(arguments.seeds):
         for arm in ARMS:
             run_dir = arguments.out / f"{arm}-{seed}"
             train(arm, seed, run_dir)
             text += lines(arm, seed, run_dir)
-    write_atomically(RECORDED, "".join(text))
+            run_dirs.append(run_dir)
+    command = ["python", "notebooks/record_dynamics.py", "--seeds", str(arguments.seeds)]
+    write_atomically(RECORDED, head(command, run_dirs) + "".join(text))
 
 
 if __name__ == "__main__":

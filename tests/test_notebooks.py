@@ -59,3 +59,17 @@ def test_record_of_a_run_has_its_start_and_the_chosen_metrics(tmp_path: Path) ->
         {"arm": "empo2", "seed": 3, "iteration": 0, "val/score": 1.5},
         {"arm": "empo2", "seed": 3, "iteration": 1, "val/score": 2.0, "empo2/off/ess": 0.5},
     ]
+
+
+def test_recording_begins_with_what_made_it(tmp_path: Path) -> None:
+    record = runpy.run_path(str(ROOT / "notebooks" / "record_dynamics.py"))
+    for name, commit in (("a", "111"), ("b", "222"), ("c", "111")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(json.dumps({"commit": commit}))
+    made = json.loads(record["head"](["python", "x y"], [tmp_path / name for name in "abc"]))
+    assert made["command"] == "python 'x y'"
+    assert made["commit"] == "111, 222"
+    shipped = json.loads((ROOT / "notebooks" / "toy_dynamics.jsonl").read_text().splitlines()[0])
+    assert shipped.keys() == made.keys()
+    assert shipped["commit"]
+    assert "dirty" not in shipped["commit"]
