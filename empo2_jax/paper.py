@@ -14,8 +14,19 @@ HEAD = """# The paper's numbers, and where they are here
 
 Made by `empo2 paper > docs/paper.md`; do not edit. Values of the paper for ScienceWorld (preset `paper`), of its
 released code (preset `released-code`) and of the paper for WebShop (`configs/webshop_qwen2.5_7b.toml`); – where the
-source does not say. Our default holds where a configuration says nothing; docs/adr and docs/LOG.md say why it differs.
+source does not say: both presets have our default there, and the last section has what the WebShop configuration has.
+Our default holds where a configuration says nothing; docs/adr and docs/LOG.md say why it differs. "fixed": no key.
 """
+OWN = """## WebShop: our own choices
+
+What the paper does not say of WebShop, and what `configs/webshop_qwen2.5_7b.toml` has there (baselines apart):
+"""
+WEBSHOP_OWN = {
+    "memory.placement": "latest",
+    "env.train_variations": 100_000,
+    "evaluation.repeats": 1,
+}  # not the default
+NOT_IN_WEBSHOP = ("env.resolution",)  # its actions have one form
 
 
 @dataclass(frozen=True)
@@ -29,6 +40,7 @@ class Setting:
     paper: Value = None
     code: Value = None
     webshop: Value = None
+    fixed: Value = None  # what stands in the code where there is no key
     note: str = ""  # why our presets have another value, or what else is to be known
 
 
@@ -45,16 +57,19 @@ SETTINGS = (
     Setting("Loss", "ε_low", "algorithm.clip_low", "ops/losses.py", 0.2, 0.2, 0.2),
     Setting("Loss", "ε_high", "algorithm.clip_high", "ops/losses.py", 0.3, 0.3, 0.2),
     Setting("Loss", "c: bound where advantages are negative", "algorithm.dual_clip", "ops/losses.py", 10.0, 10.0, 3.0),
-    Setting("Loss", "limit of the log ratio, nats", "", "ops/ratios.py", 20.0, 20.0, 20.0),
+    Setting("Loss", "limit of the log ratio, nats", "", "ops/ratios.py", 20.0, 20.0, 20.0, 20.0),
     Setting("Loss", "average of tokens", "algorithm.aggregation", "data/rows.py", None, "seq-mean-token-mean"),
     Setting("Loss", "KL coefficient", "algorithm.kl_coefficient", "ops/losses.py", 0.0, 0.0, 0.01),
+    Setting("Loss", "KL estimator", "", "ops/losses.py", webshop="k3", fixed="k3",
+            note="e^d − d − 1, d = log π_ref − log π within the limit of the log ratio"),
+    Setting("Loss", "limit of the estimate, nats", "", "ops/losses.py", webshop=10.0, fixed=10.0),
     Setting("Loss", "entropy bonus", "algorithm.entropy_coefficient", "ops/losses.py", 0.0, 0.0, 0.001),
     Setting("Loss", "δ: least probability of a token", "algorithm.min_token_prob", "data/rows.py", None, 0.0,
             note="the paper gives no value; the released code drops rows below exp(−5) and ships with it off"),
     Setting("Loss", "what the mask drops", "algorithm.mask_unit", "trainer.py", "token", "row"),
     Setting("Loss", "modes that the mask applies to", "algorithm.mask_modes", "data/rows.py", "off_policy", "all"),
     Setting("Loss", "advantages that the mask applies to", "algorithm.mask_sign", "ops/losses.py", "all", "all"),
-    Setting("Advantage", "added to the deviation (ddof 1)", "", "ops/advantages.py", 1e-6, 1e-6, 1e-6),
+    Setting("Advantage", "added to the deviation (ddof 1)", "", "ops/advantages.py", 1e-6, 1e-6, 1e-6, 1e-6),
     Setting("Advantage", "divided by", "algorithm.advantage_normalization", "algorithms/base.py", "std", "std", "std"),
     Setting("Advantage", "least deviation, points", "algorithm.advantage_std_floor", "algorithms/base.py", 0.0, 0.0),
     Setting("Advantage", "GiGPO: w", "algorithm.step_weight", "algorithms/gigpo.py", None, None, 1.0),
@@ -75,7 +90,7 @@ SETTINGS = (
     Setting("Memory", "where blocks stand", "memory.placement", "rollout/collect.py", None, "history"),
     Setting("Memory", "tokens of a tip", "memory.tip_max_tokens", "rollout/reflect.py", 32, 32,
             note="printed tips have 18 to 32 tokens; the released code asks for 512, which its server seems to cap"),
-    Setting("Memory", "embedder", "memory.embedder", "memory/minilm_embedder.py", "minilm", "minilm",
+    Setting("Memory", "embedder", "memory.embedder", "assembly.py", "minilm", "minilm",
             note="all-MiniLM-L6-v2, 384 dimensions"),
     Setting("Rollout", "tasks per iteration", "rollout.tasks_per_iteration", "experience.py", 16, 16, 16),
     Setting("Rollout", "episodes per task", "rollout.group_size", "experience.py", 8, 8, 8),
@@ -83,8 +98,12 @@ SETTINGS = (
     Setting("Rollout", "tokens per action", "rollout.max_action_tokens", "rollout/collect.py", 32, 32, 512),
     Setting("Rollout", "tokens per episode", "rollout.max_length", "rollout/collect.py", 4500, 4500, 4096,
             note="WebShop: 4,096 of a prompt that shows two pages only; here the history stays, hence 16,384 in all"),
+    Setting("Rollout", "pairs of observation and action in a prompt", "", "rollout/collect.py", webshop=2, fixed="all",
+            note="the paper shows the last two on WebShop; here the history of an episode stays"),
     Setting("Rollout", "actions per episode", "env.step_limit", "rollout/collect.py", 30, 31, 15),
     Setting("Rollout", "training variations per task", "env.train_variations", "envs/scienceworld.py", 5, 5),
+    Setting("Rollout", "first WebShop goal that is trained on", "", "envs/webshop/goals.py", webshop=500, fixed=500,
+            note="those below are for evaluation; here the last 500 are a dev split, in neither"),
     Setting("Rollout", "text to action", "env.resolution", "envs/scienceworld.py", None, "released-code",
             note="the released code replaces every action by the most similar one, whatever its verb"),
     Setting("Rollout", "points off for a refused action", "env.invalid_penalty", "envs/webshop/__init__.py", None, None,
@@ -96,12 +115,12 @@ SETTINGS = (
     Setting("Optimizer", "largest gradient norm", "update.max_grad_norm", "learner/optim.py", 1.0, 1.0, 1.0),
     Setting("Optimizer", "actions per optimizer step", "update.minibatch_steps", "data/rows.py", 128, 128, 64),
     Setting("Optimizer", "passes over an iteration", "update.epochs", "trainer.py", 1, 1, 1),
-    Setting("Evaluation", "split", "evaluation.split", "evaluation.py", "test", "test", "test"),
-    Setting("Evaluation", "variations per task", "evaluation.variations", "evaluation.py", 20, 20, 500,
+    Setting("Evaluation", "split", "evaluation.split", "envs/problems.py", "test", "test", "test"),
+    Setting("Evaluation", "variations per task", "evaluation.variations", "envs/problems.py", 20, 20, 500,
             note="7 of the paper's 18 tasks have fewer than 20 test variations (docs/environments.md)"),
     Setting("Evaluation", "episodes per variation", "evaluation.repeats", "evaluation.py", None, 4),
     Setting("Evaluation", "temperature", "evaluation.temperature", "evaluation.py", 0.4, 0.4, 0.4),
-    Setting("Evaluation", "trials of adaptation on other tasks", "", "cli.py", 10, None, 10,
+    Setting("Evaluation", "trials of adaptation on other tasks", "", "cli.py", 10, None, 10, 10,
             note="`empo2 adapt --trials`, in studies `adaptation_trials`"),
     Setting("Baselines", "Reflexion: trials", "reflexion.trials", "baselines.py", 10, None, 10),
     Setting("Baselines", "Reflexion: reflections that are shown", "reflexion.kept", "baselines.py", 3, None, 3),
@@ -116,11 +135,17 @@ SETTINGS = (
 
 
 def default(setting: Setting) -> Any:
-    """Our default of a setting; None where it has no key."""
+    """Our default of a setting, or what is fixed where it has no key."""
     value: Any = Config()
     for part in setting.key.split(".") if setting.key else ():
         value = getattr(value, part)
-    return value if setting.key else None
+    return value if setting.key else setting.fixed
+
+
+def webshop_own() -> dict[str, Any]:
+    """By key, what the WebShop configuration has where the paper does not say."""
+    unsaid = (s for s in SETTINGS if s.key and s.webshop is None and s.key not in NOT_IN_WEBSHOP)
+    return {s.key: WEBSHOP_OWN.get(s.key, default(s)) for s in unsaid}
 
 
 def table() -> str:
@@ -136,7 +161,7 @@ def table() -> str:
             cells = [what, *map(_text, values), key, _text(default(setting)), f"`{setting.used}`"]
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
-    return "\n".join(lines).rstrip("\n")
+    return "\n".join([*lines, OWN, *(f"- `{key}` = {_text(value)}" for key, value in webshop_own().items())])
 
 
 def _text(value: Value) -> str:

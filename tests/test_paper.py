@@ -1,20 +1,23 @@
 """The presets are held to the paper's numbers, the documentation to the table, the draws to the shares."""
 
+import ast
 import inspect
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
 from empo2_jax.algorithms import empo2
 from empo2_jax.cli import build_parser, main
 from empo2_jax.config import Config
 from empo2_jax.config_file import load_config
+from empo2_jax.envs.webshop import goals
 from empo2_jax.ops.advantages import group_advantages
+from empo2_jax.ops.losses import k3_divergence
 from empo2_jax.ops.ratios import LOG_RATIO_LIMIT
-from empo2_jax.paper import SETTINGS, Setting, default, table
+from empo2_jax.paper import NOT_IN_WEBSHOP, SETTINGS, Setting, default, table, webshop_own
 from empo2_jax.types import Mode
 
 ROOT = Path(__file__).parents[1]
@@ -22,6 +25,10 @@ FILES = {
     "paper": "configs/presets/paper.toml",
     "code": "configs/presets/released-code.toml",
     "webshop": "configs/webshop_qwen2.5_7b.toml",
+}
+TREES = {
+    path.relative_to(ROOT / "empo2_jax").as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+    for path in (ROOT / "empo2_jax").rglob("*.py")
 }
 BASELINES = ("reflexion", "retrospex")  # sections with files of their own
 # Values that our configurations do not take over; the table's note says why.
@@ -50,14 +57,61 @@ def test_presets_have_the_numbers_of_their_source(source: str) -> None:
     assert all(next(s.note for s in SETTINGS if s.key == key) for key in differ)
 
 
+@pytest.mark.parametrize("source", ["paper", "code"])
+def test_where_a_source_does_not_say_its_preset_has_our_default(source: str) -> None:
+    config = load_config(ROOT / FILES[source])
+    unsaid = [s for s in SETTINGS if s.key and getattr(s, source) is None]
+    assert unsaid
+    assert {s.key: value_of(config, s.key) for s in unsaid} == {s.key: default(s) for s in unsaid}
+
+
+def test_our_own_choices_for_webshop_are_listed() -> None:
+    config, own = load_config(ROOT / FILES["webshop"]), webshop_own()
+    assert own == {key: value_of(config, key) for key in own}
+    assert own.keys() | set(NOT_IN_WEBSHOP) == {s.key for s in SETTINGS if s.key and s.webshop is None}
+    choices = {"algorithm.mode_scope": "episode", "algorithm.advantage_std_floor": 5.0}
+    choices |= {"memory.tip_max_tokens": 128, "memory.placement": "latest"}
+    assert own.items() >= choices.items()
+    assert all(f"\n- `{key}` = " in table() for key in own)
+
+
 def test_the_full_scienceworld_configuration_uses_the_papers_model() -> None:
     assert load_config(ROOT / "configs/scienceworld_qwen2.5_7b.toml").model.path == "Qwen/Qwen2.5-7B-Instruct"
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.what)
 def test_a_setting_is_used_where_the_table_says(setting: Setting) -> None:
-    source = (ROOT / "empo2_jax" / setting.used).read_text(encoding="utf-8")
-    assert re.search(rf"\b{setting.key.rpartition('.')[2]}\b", source)
+    section, _, name = setting.key.partition(".")
+    used = TREES[setting.used]
+    if name:  # read from the section there, or a parameter there that another module hands over from the section
+        handed = takes(used, name) and any(reads(tree, section, name) for tree in TREES.values())
+        assert reads(used, section, name) or handed
+
+
+def reads(tree: ast.Module, section: str, name: str) -> bool:
+    """Whether code, not a comment or a text, reads `section.name`, also as `config.name` or `settings.name`."""
+    owners = {
+        ast.unparse(node.value).rpartition(".")[2].lstrip("_")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr == name
+    }
+    return bool(owners & {section, "config", "settings"})
+
+
+def takes(tree: ast.Module, name: str) -> bool:
+    """Whether a function has a parameter of this name, or a class a field."""
+    return any(
+        (isinstance(node, ast.arg) and node.arg == name)
+        or (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == name)
+        for node in ast.walk(tree)
+    )
+
+
+def test_a_mere_word_is_no_use() -> None:
+    tree = ast.parse("# top_k\nx = 'memory.top_k'\ny = other.top_k\ndef f(capacity): return memory.scope")
+    assert not reads(tree, "memory", "top_k") and not takes(tree, "top_k")
+    assert takes(tree, "capacity") and not reads(tree, "memory", "capacity")
+    assert reads(tree, "memory", "scope") and not reads(tree, "novelty", "scope")
 
 
 def test_each_key_stands_once_and_is_known() -> None:
@@ -67,10 +121,22 @@ def test_each_key_stands_once_and_is_known() -> None:
 
 
 def test_fixed_numbers_are_those_of_the_code() -> None:
-    fixed = {setting.used: setting.paper for setting in SETTINGS if not setting.key}
+    fixed = {setting.what: setting for setting in SETTINGS if not setting.key}
     eps = inspect.signature(group_advantages).parameters["eps"].default
     trials = build_parser().parse_args(["adapt", "run"]).trials
-    assert fixed == {"ops/ratios.py": LOG_RATIO_LIMIT, "ops/advantages.py": eps, "cli.py": trials}
+    estimates = k3_divergence(jnp.zeros(2), jnp.asarray([-0.5, 100.0]))  # d = −0.5, and far beyond every limit
+    assert estimates[0] == pytest.approx(0.1065307)  # e^−0.5 + 0.5 − 1
+    assert {what: setting.fixed for what, setting in fixed.items()} == {
+        "limit of the log ratio, nats": LOG_RATIO_LIMIT,
+        "KL estimator": "k3",
+        "limit of the estimate, nats": float(estimates[1]),
+        "added to the deviation (ddof 1)": eps,
+        "pairs of observation and action in a prompt": "all",
+        "first WebShop goal that is trained on": goals.TEST,
+        "trials of adaptation on other tasks": trials,
+    }
+    differ = {what for what, s in fixed.items() if {s.paper, s.code, s.webshop} - {None, s.fixed}}
+    assert differ == {"pairs of observation and action in a prompt"}
 
 
 @pytest.mark.parametrize("preset", ["paper", "released-code", "empo2"])
