@@ -31,7 +31,7 @@ class ScienceWorldFamily:
 
     name = NAME
     max_score = scienceworld_text.MAX_SCORE
-    demonstration_kinds = KINDS
+    demonstration_kinds: tuple[str, ...] = KINDS
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ class WebShopFamily:
 
     name = NAME
     max_score = MAX_SCORE
-    demonstration_kinds = KINDS
+    demonstration_kinds: tuple[str, ...] = KINDS
 
     def __init__(
         self,
