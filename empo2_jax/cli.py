@@ -1,6 +1,7 @@
 """`empo2 …`: the command line. Parses, calls one function, prints. Each command imports what it needs when it runs.
 
-A mistake of the user is one line on standard error and exit code 2; Ctrl-C and SIGTERM are one line and 130 or 143.
+A mistake of the user and memory that ran out are one line on standard error and exit code 2; Ctrl-C and SIGTERM are one
+line and 130 or 143.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from empo2_jax import cli_envs, cli_studies, shop
 from empo2_jax.cache import cache_folder
 from empo2_jax.config_file import dump_toml, load_config
 from empo2_jax.config_options import at_least, config_of, config_options, names
-from empo2_jax.errors import ConfigError, Empo2Error, GangError
+from empo2_jax.errors import ConfigError, Empo2Error, GangError, in_one_line
 from empo2_jax.hardware import HARDWARE
 from empo2_jax.interrupts import Stopped, no_interrupt_lost, stopped_by_sigterm, uninterrupted
 from empo2_jax.output import output_written
@@ -55,12 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known.arguments = arguments
         with no_interrupt_lost(), stopped_by_sigterm("stopped"), output_written():
             return known.call(known)
-    except Empo2Error as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    except (Empo2Error, OSError, MemoryError, RuntimeError) as error:
+        line = in_one_line(error)
+        if line is None:
+            raise
+        print(f"error: {line}", file=sys.stderr)
         return 75 if isinstance(error, GangError) else 2  # 75: `distributed.EXIT_GANG`
-    except OSError as error:
-        print(f"error: {f'{error.filename}: ' if error.filename else ''}{error.strerror or error}", file=sys.stderr)
-        return 2
     except (Stopped, KeyboardInterrupt) as end:
         print(f"{str(end) or 'interrupted'}; resume with: empo2 {shlex.join(arguments)}", file=sys.stderr)
         return 143 if isinstance(end, Stopped) else 130  # 128 + the signal: a scheduler starts the run again

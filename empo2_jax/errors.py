@@ -10,17 +10,22 @@ Empo2Error
 ├── GangError         a process of the run did not come, failed or is gone
 └── CheckpointError   a checkpoint is missing, corrupt or belongs to another run
 
-The message says what, where, and what is allowed. `empo2` prints it on one line and exits with 2. What pydantic finds
-is put into these words by `wrong_value`.
+The message says what, where, and what is allowed. `empo2` prints it on one line and exits with 2, and so it does where
+the system or its memory is at its end (`in_one_line`). What pydantic finds is put into these words by `wrong_value`.
 """
 
+import errno
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 GUIDE = "see docs/troubleshooting.md#"  # a section of it
+_PACKAGE = Path(__file__).parent
+_EXHAUSTED = ("RESOURCE_EXHAUSTED", "OUT_OF_MEMORY", "OUT OF MEMORY")  # in a device's errors, in capitals
 _ALLOWED = {  # by pydantic's name of the problem; other problems keep pydantic's words
     "int_type": "a whole number is allowed",
     "float_type": "a number is allowed",
@@ -111,3 +116,25 @@ class CheckpointError(Empo2Error):
 
 class GangError(Empo2Error):
     """Another process of the run is missing or failed."""
+
+
+def in_one_line(error: Empo2Error | OSError | MemoryError | RuntimeError) -> str | None:
+    """What to tell the user; None is a bug, whose traceback is needed.
+
+    JAX's runtime errors are `RuntimeError`s here: what concerns memory is known by its text alone.
+    """
+    if isinstance(error, Empo2Error):
+        return " ".join(str(error).split())
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return _out_of_memory("the host", error)
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror or error}" if error.filename else error.strerror or str(error)
+    return _out_of_memory("the device", error) if any(text in str(error).upper() for text in _EXHAUSTED) else None
+
+
+def _out_of_memory(place: str, error: Exception) -> str:
+    """Where it happened is the innermost line of this package; of what was said, the first line."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _PACKAGE in Path(frame.filename).parents]
+    where = f" in {Path(frames[-1].filename).relative_to(_PACKAGE)} ({frames[-1].name})" if frames else ""
+    said = f": {str(error).splitlines()[0].rstrip('.')}" if str(error) else ""
+    return f"{place} is out of memory{where}{said}; `empo2 plan` says what takes how much, {GUIDE}out-of-memory"

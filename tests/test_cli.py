@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from empo2_jax import cli_studies
 from empo2_jax.cli import build_parser, main
 from empo2_jax.config import Config
 from empo2_jax.config_file import dump_toml, load_config
@@ -175,6 +176,37 @@ def test_a_signal_is_one_line_and_its_exit_code(number: signal.Signals, code: in
         _, errors = process.communicate(timeout=30)
     assert process.returncode == code
     assert errors == f"{said}; resume with: empo2 report 'some run'\n"
+
+
+@pytest.mark.parametrize(
+    ("allocate", "said"),
+    [
+        (
+            "import jax.numpy as jnp; jnp.zeros(1 << 56)",
+            "the device is out of memory in cli.py (main): RESOURCE_EXHAUSTED: ",
+        ),
+        ("bytearray(1 << 60)", "the host is out of memory in cli.py (main); "),
+    ],
+)
+def test_memory_that_ran_out_is_one_line_and_exit_code_2(allocate: str, said: str) -> None:
+    script = (
+        f"import sys; from empo2_jax import cli, cli_studies\ndef allocate(options): {allocate}\n"
+        "cli_studies._report = allocate; sys.exit(cli.main(['report', 'some run']))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: {said}")
+    assert line.endswith("see docs/troubleshooting.md#out-of-memory")
+
+
+def test_a_bug_is_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(options: object) -> int:
+        raise RuntimeError("INTERNAL: a bug")
+
+    monkeypatch.setattr(cli_studies, "_report", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["report", "some run"])
 
 
 def test_ctrl_c_after_the_last_line_changes_nothing() -> None:

@@ -1,11 +1,13 @@
 """What pydantic finds, in the words of this package: what, where, what is allowed."""
 
+import errno
 from typing import Any, Literal
 
+import jax
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from empo2_jax.errors import short, wrong_value
+from empo2_jax.errors import ConfigError, in_one_line, short, wrong_value
 
 
 class Record(BaseModel):
@@ -61,3 +63,47 @@ def test_what_is_missing_is_named() -> None:
 def test_a_value_is_shown_in_sixty_characters() -> None:
     assert short("x" * 58) == f"'{'x' * 58}'"
     assert short("x" * 59) == f"'{'x' * 56}..."
+
+
+XLA, ADVICE = (
+    jax.errors.JaxRuntimeError,
+    "`empo2 plan` says what takes how much, see docs/troubleshooting.md#out-of-memory",
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ConfigError("two\n  lines"), "two lines"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "here"), "here: No such file"),
+        (OSError("reset"), "reset"),
+        (
+            OSError(errno.ENOMEM, "Cannot allocate memory"),
+            "the host is out of memory: [Errno 12] Cannot allocate memory",
+        ),
+        (MemoryError(), "the host is out of memory"),
+        (MemoryError("Unable to allocate 8.00 PiB"), "the host is out of memory: Unable to allocate 8.00 PiB"),
+        (
+            XLA("RESOURCE_EXHAUSTED: Out of memory.\nPeak:"),
+            "the device is out of memory: RESOURCE_EXHAUSTED: Out of memory",
+        ),
+        (XLA("INTERNAL: CUDA_ERROR_OUT_OF_MEMORY"), "the device is out of memory: INTERNAL: CUDA_ERROR_OUT_OF_MEMORY"),
+        (XLA("Ran out of memory in space hbm"), "the device is out of memory: Ran out of memory in space hbm"),
+        (XLA("INTERNAL: a bug"), None),
+        (RecursionError("a bug"), None),
+    ],
+)
+def test_what_is_no_bug_is_one_line(error: Any, line: str | None) -> None:
+    advice = f"; {ADVICE}" if line and "memory" in line else ""
+    assert in_one_line(error) == (None if line is None else line + advice)
+
+
+def test_the_innermost_place_in_the_package_is_named() -> None:
+    with pytest.raises(MemoryError) as caught:
+        wrong_value({"type": "missing", "input": None, "loc": _Exhausted(), "msg": "", "ctx": {}, "url": ""})
+    assert in_one_line(caught.value) == f"the host is out of memory in errors.py (wrong_value); {ADVICE}"
+
+
+class _Exhausted(tuple[int | str, ...]):
+    def __bool__(self) -> bool:
+        raise MemoryError

@@ -65,6 +65,7 @@ class Batcher:
             burst: Tokens between two moments at which jobs can join or leave.
         """
         self.counts = Counts()
+        self.failure: MemoryError | RuntimeError | None = None  # of the engine, which ended the thread
         self._engine, self._burst = engine, burst
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._arriving: dict[str, Ticket] = {}  # of all unfinished jobs, by rid
@@ -81,8 +82,8 @@ class Batcher:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
+        """Whether the thread takes jobs; it does not any more when those that it had learn of its end."""
+        return not self._ended
 
     @property
     def running(self) -> int:
@@ -184,6 +185,8 @@ class Batcher:
         try:
             while self._turn():
                 pass
+        except (MemoryError, RuntimeError) as error:
+            self.failure = error
         finally:  # also after an error of the engine, which nobody else would notice
             with self._guard:
                 self._ended = True

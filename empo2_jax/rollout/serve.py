@@ -50,6 +50,7 @@ def serve(options: ServeOptions) -> int:
     Raises:
         ConfigError: the address cannot be had, or the folder does not fit the options.
         DataError: the folder cannot be read.
+        MemoryError | RuntimeError: the engine failed, most likely for want of memory.
     """
     with _listening(options.host, options.port) as listener:
         with ended_at_once():
@@ -69,6 +70,8 @@ def serve(options: ServeOptions) -> int:
         host = f"[{options.host}]" if ":" in options.host else options.host
         address = f"http://{host}:{listener.getsockname()[1]}"
         asyncio.run(_Server(config, served, options.grace_s, address).run_until_stopped(listener))
+    if served.batcher.failure:
+        raise served.batcher.failure
     return 0 if served.draining else 1
 
 

@@ -260,7 +260,6 @@ def test_closing_finishes_within_the_grace_and_aborts_the_rest(grace_s):
         batcher.call(lambda: None)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_dying_engine_fails_everybody_who_waits():
     engine = CountingEngine()
     engine.broken = True
@@ -274,3 +273,4 @@ def test_a_dying_engine_fails_everybody_who_waits():
             one.future.result(20)
     batcher.join(20.0)
     assert not batcher.alive and never.done()
+    assert str(batcher.failure) == "the device is gone"
