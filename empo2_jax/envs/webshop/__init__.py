@@ -17,10 +17,11 @@ from empo2_jax.envs.webshop.environment import WebShopEnvironment
 from empo2_jax.envs.webshop.goals import KINDS, ORDERS
 from empo2_jax.envs.webshop.nouns import extractor
 from empo2_jax.envs.webshop.webshop_family import WebShopFamily
-from empo2_jax.errors import ConfigError
+from empo2_jax.errors import GUIDE, ConfigError
 
 __all__ = ["WebShopEnvironment", "WebShopFamily", "family", "from_config"]
 
+_log = logging.getLogger(__name__)
 TASKS = tuple(kind + order for kind in KINDS for order in ORDERS)
 
 
@@ -52,7 +53,7 @@ def family(
         DataError: a record of the data that cannot be read.
     """
     if not data:
-        logging.getLogger(__name__).warning("webshop: no data folder given: a synthetic catalogue is used")
+        _log.warning("webshop: no data folder given: a synthetic catalogue is used; %ssynthetic-catalogue", GUIDE)
     catalogue = open_catalogue(Path(data) if data else synthetic.ensure(products))
     names = tuple(dict.fromkeys(tasks)) or (("human",) if catalogue.counts.human else ("synthetic",))
     _check(names, catalogue)

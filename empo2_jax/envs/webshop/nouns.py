@@ -11,8 +11,9 @@ import logging
 import re
 from collections.abc import Callable
 
-from empo2_jax.errors import ConfigError
+from empo2_jax.errors import GUIDE, ConfigError
 
+_log = logging.getLogger(__name__)
 Nouns = Callable[[str], list[str]]  # lower-case nouns of a title, with repetitions
 
 SPACY_MODEL = "en_core_web_lg"
@@ -57,7 +58,7 @@ def extractor(name: str) -> Nouns:
         ConfigError: spaCy or its model is not installed.
     """
     if name == "rules":
-        logging.getLogger(__name__).warning("webshop: nouns of titles by rule, not by spaCy: some rewards differ")
+        _log.warning("webshop: nouns of titles by rule, not by spaCy: some rewards differ; %snouns-by-rule", GUIDE)
         return functools.lru_cache(1 << 16)(rules)
     try:
         model = importlib.import_module("spacy").load(SPACY_MODEL)
