@@ -3,14 +3,19 @@
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from statistics import fmean, stdev
+from typing import Any
 
 from empo2_jax.errors import GUIDE, EnvError, UpdateError
-from empo2_jax.types import Episode
+from empo2_jax.types import Episode, Mode
 
 MAX_GAP = {"float32": 1e-4, "bfloat16": 2e-2}  # nats, by compute dtype; in f32 ten times what is asserted in tests
 ENTROPY = 0.01, 0.7  # nats per token below which nothing new is tried; share of a uniform guess's that is noise
 CANARIES = 10  # a server's gap may be so many times what its canary may
 MAX_SKIPPED = 3  # updates in a row
+PERIOD = 10  # iterations that are judged together, once each: one alone is too noisy
+TIED = 0.9  # share of groups whose returns do not differ; where so many episodes succeed there is nothing left to learn
+HARM = 3.0, 0.25  # what memory has to cost: standard errors of the cost, standard deviations of the reward
 _log = logging.getLogger(__name__)
 
 
@@ -91,3 +96,59 @@ def warn(metrics: Mapping[str, float], learning_rate: float, max_gap: float, voc
             learning_rate,
             GUIDE,
         )
+
+
+def warn_of_trends(newest: Sequence[Mapping[str, Any]]) -> None:
+    """Say what shows over `PERIOD` iterations, after each iteration whose number is a multiple of it.
+
+    Args:
+        newest: Lines of `metrics.jsonl`, oldest first. Nothing else is remembered: a run that was killed says the same.
+    """
+    if len(newest) < PERIOD or int(newest[-1]["iteration"]) % PERIOD:
+        return
+    records = list(newest)[-PERIOD:]
+    ends = _finite(records, "group/all_equal", "group/phantom", "episode/success_rate")
+    tied = [equal + phantom for equal, phantom, _ in ends]
+    if 2 * len(ends) >= PERIOD and fmean(tied) >= TIED > fmean(success for _, _, success in ends):
+        _log.warning(
+            "%.0f %% of the groups of the last %d iterations ended with equal returns: nothing is learned from them, "
+            "or how to be new alone; %sgroups-that-all-fail",
+            100 * fmean(tied),
+            PERIOD,
+            GUIDE,
+        )
+    costs = [cost for record in records for cost in _cost_of_memory(record)]
+    if 2 * len(costs) < PERIOD:
+        return
+    cost, spread = (fmean(values) for values in zip(*costs, strict=True))
+    error = stdev(points for points, _ in costs) / math.sqrt(len(costs))
+    if cost > max(HARM[0] * error, HARM[1] * spread):
+        _log.warning(
+            "episodes with memory had %.1f points less than those without (standard error %.1f) in the last %d "
+            "iterations; %smemory-that-hurts",
+            cost,
+            error,
+            PERIOD,
+            GUIDE,
+        )
+
+
+def _cost_of_memory(record: Mapping[str, Any]) -> list[tuple[float, float]]:
+    """Points that episodes drawn to act with memory had less than the others, and the deviation of all rewards.
+
+    Nothing where one of the two kinds is missing. `memory/utility` compares those that saw a tip instead, and who
+    stays longer in familiar states sees more of them.
+    """
+    share, reward = "empo2/{}/share", "empo2/{}/reward"
+    modes = [mode.label for mode in (Mode.ON_POLICY_WITH_MEMORY, Mode.OFF_POLICY)]
+    told = [pair for mode in modes for pair in _finite([record], share.format(mode), reward.format(mode))]
+    bare = _finite([record], reward.format(Mode.ON_POLICY.label), "reward/std")
+    total = sum(weight for weight, _ in told)
+    return [(points - sum(weight * mean for weight, mean in told) / total, std) for points, std in bare if told]
+
+
+def _finite(records: Sequence[Mapping[str, Any]], *keys: str) -> list[tuple[float, ...]]:
+    """The values of these keys, of the records where all are there and finite; text stands for what is not."""
+    rows = [[record.get(key, math.nan) for key in keys] for record in records]
+    numbers = [tuple(value for value in row if not isinstance(value, str) and math.isfinite(value)) for row in rows]
+    return [row for row in numbers if len(row) == len(keys)]

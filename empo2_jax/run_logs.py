@@ -1,9 +1,11 @@
 """The logs that a run appends to, opened at what its checkpoint knows; silent in a process that is not their writer."""
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from empo2_jax.alarms import PERIOD
 from empo2_jax.config import RunConfig
 from empo2_jax.metrics import (
     EVALUATIONS_FILE,
@@ -11,14 +13,19 @@ from empo2_jax.metrics import (
     JsonLines,
     MetricSink,
     MetricsLog,
+    Record,
     TensorBoardSink,
+    read_metrics,
 )
 from empo2_jax.trackers import sinks
 from empo2_jax.types import Episode
 
 
 class RunLogs:
-    """`metrics.jsonl` with its views (TensorBoard, trackers), `evaluations.jsonl` and `episodes/`."""
+    """`metrics.jsonl` with its views (TensorBoard, trackers), `evaluations.jsonl` and `episodes/`.
+
+    `newest` has the last lines of `metrics.jsonl`, those of earlier processes too; none where nothing is written.
+    """
 
     def __init__(
         self,
@@ -39,21 +46,24 @@ class RunLogs:
             decode: Text of token ids, for the episodes.
 
         Raises:
-            DataError: a file cannot be written, or lacks lines that the checkpoint has seen.
+            DataError: a file cannot be written or read, or lacks lines that the checkpoint has seen.
             ConfigError: a tracker is not installed.
         """
         self._files: tuple[MetricsLog, JsonLines, EpisodeLog] | None = None
+        self.newest: deque[Record] = deque(maxlen=PERIOD)
         if writes:
             views: list[MetricSink] = [TensorBoardSink(run_dir)] if config.tensorboard else []
             views += sinks(run_dir, config.trackers)
             metrics = MetricsLog(run_dir, cursor.get("metrics_lines", 0), views)
             evaluations = JsonLines(run_dir / EVALUATIONS_FILE, cursor.get("evaluation_lines", 0))
             self._files = metrics, evaluations, EpisodeLog(run_dir, decode, cursor.get("iteration", 0))
+            self.newest.extend(read_metrics(run_dir))
 
     def iteration(self, number: int, metrics: Mapping[str, float]) -> None:
         """Append the metrics of an iteration."""
         if self._files:
             self._files[0].write(number, metrics)
+            self.newest.append({"iteration": number, **metrics})
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
         """Append an evaluation."""

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from empo2_jax import assembly, distributed, storage, warmstart
-from empo2_jax.alarms import CANARIES, MAX_GAP, count_skipped, warn
+from empo2_jax.alarms import CANARIES, MAX_GAP, count_skipped, warn, warn_of_trends
 from empo2_jax.algorithms.base import StepAdvantages, group_metrics, spent, valid_episodes
 from empo2_jax.checkpoint import CheckpointStore, check_same_base
 from empo2_jax.config import Config
@@ -213,6 +213,7 @@ class Trainer:
                 if evaluates:
                     metrics |= self.evaluate("end" if last else "during")
                 self.logs.iteration(self.iteration, metrics)
+                warn_of_trends(self.logs.newest)
                 self._complete = True
                 if saves:
                     self.save()

@@ -2,11 +2,15 @@
 
 import logging
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from empo2_jax.alarms import MAX_GAP, count_skipped, refuse_many_failures, warn
+from empo2_jax.alarms import MAX_GAP, PERIOD, count_skipped, refuse_many_failures, warn, warn_of_trends
+from empo2_jax.config import RunConfig
 from empo2_jax.errors import EnvError, UpdateError
+from empo2_jax.run_logs import RunLogs
 from empo2_jax.types import Episode, Mode, StopReason, Task
 
 
@@ -77,3 +81,96 @@ def test_a_policy_that_repeats_itself_or_guesses_is_said(
     warn(metrics, 1e-4, 1e-4, 100)  # ln 100 = 4.605, of which 70 % are 3.22
     assert said in caplog.text
     assert bool(caplog.records) == bool(said)
+
+
+def record(iteration: int, **changed: float | str) -> dict[str, Any]:
+    """An iteration without an alarm: half of the groups are tied, memory brings 20 points."""
+    names = {"equal": "group/all_equal", "phantom": "group/phantom", "success": "episode/success_rate"}
+    names |= {"bare": "empo2/on/reward", "told": "empo2/on_memory/reward", "off": "empo2/off/reward"}
+    usual = {"equal": 0.25, "phantom": 0.25, "success": 0.1, "bare": 20.0, "told": 40.0, "off": 40.0} | changed
+    shares = {"empo2/on_memory/share": 0.25, "empo2/off/share": 0.5, "reward/std": 30.0}
+    return {"iteration": iteration, **shares, **{names[name]: value for name, value in usual.items()}}
+
+
+@pytest.mark.parametrize(
+    ("equal", "phantom", "success", "said"),
+    [
+        (0.9, 0.0, 0.0, "90 % of the groups"),
+        (0.25, 0.75, 0.0, "100 % of the groups"),  # that novelty differs does not help
+        (0.875, 0.0, 0.0, ""),
+        (1.0, 0.0, 0.5, "100 % of the groups"),  # half of the tasks are solved, of the others nothing is learned
+        (1.0, 0.0, 0.9, ""),  # there is nothing left to learn
+        ("nan", 0.0, 0.0, ""),
+    ],
+)
+def test_groups_that_all_end_alike_are_said(
+    equal: float | str, phantom: float, success: float, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_trends([record(1 + n, equal=equal, phantom=phantom, success=success) for n in range(PERIOD)])
+    assert said in caplog.text
+    assert [entry.getMessage().endswith("#groups-that-all-fail") for entry in caplog.records] == [True] * bool(said)
+
+
+@pytest.mark.parametrize(
+    ("costs", "said"),
+    [
+        ([8.0] * 10, "had 8.0 points less than those without (standard error 0.0) in the last 10 iterations"),
+        ([7.0] * 10, ""),  # less than a quarter of the rewards' deviation, 30
+        # Deviation of ten values 10 and -10 around a mean m: sqrt(1000 / 9) = 10.54; standard error 3.33.
+        ([20.1, 0.1] * 5, "had 10.1 points less than those without (standard error 3.3)"),
+        ([19.9, -0.1] * 5, ""),  # less than three standard errors
+        ([-50.0] * 10, ""),
+    ],
+)
+def test_memory_that_costs_points_is_said(costs: list[float], said: str, caplog: pytest.LogCaptureFixture) -> None:
+    # A third of those with memory had `told`, two thirds `off`: their mean is `bare` less the cost.
+    newest = [record(11 + n, told=20 - cost - 2, off=20 - cost + 1) for n, cost in enumerate(costs)]
+    warn_of_trends(newest)
+    assert said in caplog.text
+    assert [entry.getMessage().endswith("#memory-that-hurts") for entry in caplog.records] == [True] * bool(said)
+
+
+def test_five_of_ten_iterations_are_enough_and_four_are_not(caplog: pytest.LogCaptureFixture) -> None:
+    def without_memory(iteration: int) -> dict[str, Any]:
+        return {key: value for key, value in record(iteration).items() if "memory" not in key and "off" not in key}
+
+    few = [record(1 + n, told=0.0, off=0.0) if n < 4 else without_memory(1 + n) for n in range(PERIOD)]
+    warn_of_trends(few)
+    assert not caplog.records
+    warn_of_trends([*few[:9], record(10, told=0.0, off=0.0)])
+    assert "had 20.0 points less" in caplog.text
+
+
+@pytest.mark.parametrize("cut", [9, 10, 13, 19])
+def test_a_run_that_was_killed_says_the_same(cut: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def play(folder: Path, cursor: dict[str, int], last: int) -> dict[str, int]:
+        logs = RunLogs(folder, cursor, RunConfig(tensorboard=False), writes=True, decode=lambda ids: "")
+        for number in range(cursor.get("iteration", 0) + 1, last + 1):
+            bad = (
+                {"equal": 1.0, "told": -10.0 - number, "off": math.nan if number == 15 else -20.0} if number > 5 else {}
+            )
+            metrics = record(number, **bad)
+            logs.iteration(int(metrics.pop("iteration")), {key: float(value) for key, value in metrics.items()})
+            warn_of_trends(logs.newest)
+        logs.close()
+        return {**logs.cursor(), "iteration": last}
+
+    play(tmp_path / "whole", {}, 21)
+    whole = [entry.getMessage() for entry in caplog.records]
+    assert len(whole) == 2
+    assert all("of the last 10" in text or "in the last 10" in text for text in whole)
+    caplog.clear()
+    saved = play(tmp_path / "killed", {}, cut)
+    said = len(caplog.records)
+    play(tmp_path / "killed", saved, min(cut + 2, 21))  # beyond the checkpoint, then killed
+    del caplog.records[said:]
+    play(tmp_path / "killed", saved, 21)
+    assert [entry.getMessage() for entry in caplog.records] == whole
+
+
+def test_a_process_that_writes_nothing_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logs = RunLogs(tmp_path, {}, RunConfig(), writes=False, decode=lambda ids: "")
+    for number in range(1, 11):
+        logs.iteration(number, {"group/all_equal": 1.0, "group/phantom": 0.0, "episode/success_rate": 0.0})
+        warn_of_trends(logs.newest)
+    assert not caplog.records

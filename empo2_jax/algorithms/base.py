@@ -89,7 +89,7 @@ def group_metrics(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
     their group began too: the only ones with a step advantage in GiGPO.
     `memory/tip_tokens` is the length of the tips that were written: it falls where they become fragments.
     `memory/utility` is what tips are worth in points: the mean reward of a group's members that saw a tip less that of
-    the others, averaged over the groups that have both.
+    the others, averaged over the groups that have both. Who saw one was not drawn: see `alarms.warn_of_trends`.
     """
     everyone = [episode for group in groups for episode in group.episodes]
     valid = valid_episodes(groups)
