@@ -23,6 +23,7 @@ from empo2_jax.study.statistics import Estimate, bootstrap, by_stratum, interqua
 FORMAT = 1
 RESULTS_FILE = "results.json"
 LEAST_SEEDS = 3  # of a check: fewer have no interval worth the name
+BySeed = Mapping[int, Record]  # rows of one arm
 _SLACK = 1e-6  # points; sums in another order
 
 
@@ -134,14 +135,18 @@ def read_results(path: Path) -> Results:
     return results
 
 
-def differences(committed: Results, fresh: Results) -> list[str]:
+def differences(committed: Results, fresh: Results, left_out: Sequence[str] = ()) -> list[str]:
     """Where fresh results do not reproduce committed ones, one cell a line; [] if they do.
 
     A cell is an arm and a quantity (score, success, points of the last adaptation trial and of the best episodes of all
     trials): its interquartile mean over the seeds that were run must lie within the interval of the committed runs with
-    the same seeds.
+    the same seeds. What the committed results have and the fresh ones lack is a difference, too, except for arms that
+    were `left_out` on purpose and for seeds that no arm was run with.
     """
     found = [f"not run: {reason}" for reason in fresh.failed]
+    seeds = {row["seed"] for row in fresh.rows}
+    missing = [arm for arm in committed.names if arm not in fresh.names and arm not in left_out]
+    found += [f"{arm}: the committed results have it, and no run of it is there" for arm in missing]
     for arm, record in fresh.arms.items():
         if arm not in committed.arms:
             found.append(f"{arm}: no such arm in the committed results")
@@ -152,39 +157,46 @@ def differences(committed: Results, fresh: Results) -> list[str]:
         ]
         if changed:
             found.append(f"{arm}: another configuration: {'; '.join(changed[:3])}")
-        found += _arm_differences(arm, committed.of(arm), fresh.of(arm))
+        if arm in fresh.names:
+            before, now = ({row["seed"]: row for row in results.of(arm)} for results in (committed, fresh))
+            found += [f"{arm}: seed {seed} was not run" for seed in sorted(before.keys() & seeds - now.keys())]
+            found += _arm_differences(arm, before, now)
     return found
 
 
-def _arm_differences(arm: str, committed: Sequence[Record], fresh: Sequence[Record]) -> list[str]:
-    seeds = {row["seed"] for row in fresh}
-    same = [row for row in committed if row["seed"] in seeds]
-    if len(same) < len(seeds):
-        missing = sorted(seeds - {row["seed"] for row in same})
-        return [f"{arm}: the committed results lack seed {missing[0]}"]
-    if not same:
-        return []
-    rows = (*same, *fresh)
-    if any(row["tasks"].keys() != same[0]["tasks"].keys() for row in rows):
-        return [f"{arm}: another panel: {', '.join(sorted(fresh[0]['tasks']))}"]
+def _arm_differences(arm: str, committed: BySeed, fresh: BySeed) -> list[str]:
+    if unknown := sorted(fresh.keys() - committed.keys()):
+        return [f"{arm}: the committed results lack seed {unknown[0]}"]
+    same = {seed: committed[seed] for seed in fresh}
+    rows = (*same.values(), *fresh.values())
+    if any(row["tasks"].keys() != rows[0]["tasks"].keys() for row in rows):
+        return [f"{arm}: another panel: {', '.join(sorted(next(iter(fresh.values()))['tasks']))}"]
     if len({row["problems"] for row in rows if "problems" in row}) > 1:
         return [f"{arm}: other problems of these tasks were played"]
-    if len({row["adaptation"]["panel"] for row in rows if row.get("adaptation", {}).get("panel")}) > 1:
+    curves = [row["adaptation"] for row in rows if "adaptation" in row]
+    if len({curve["panel"] for curve in curves if curve.get("panel")}) > 1:
         return [f"{arm}: the adaptation played other problems or began otherwise"]
+    if len({len(curve["score"]) for curve in curves}) > 1:
+        return [f"{arm}: the adaptations have different numbers of trials"]
     found = []
-    for quantity, now in _quantities(fresh).items():
-        before = _quantities(same).get(quantity)
-        if before is None:
-            continue  # the committed study did not ask for it
-        known, value = bootstrap(before), interquartile_mean(now)
+    for key in ("problems", "adaptation"):
+        if lost := [seed for seed, row in same.items() if key in row and key not in fresh[seed]]:
+            found.append(f"{arm}: no {key} of seed {', '.join(map(str, lost))}, which the committed results have")
+    adapted = [seed for seed, row in same.items() if "adaptation" in row and "adaptation" in fresh[seed]]
+    before = _quantities(same, adapted)
+    for quantity, now in _quantities(fresh, adapted).items():
+        known, value = bootstrap(before[quantity]), interquartile_mean(now)
         if not known.low - _SLACK <= value <= known.high + _SLACK:
             found.append(f"{arm}, {quantity}: {value:.2f} is outside of {known.low:.2f} to {known.high:.2f}")
     return found
 
 
-def _quantities(rows: Sequence[Record]) -> dict[str, list[list[float]]]:
-    quantities = {"score": by_stratum([row["tasks"] for row in rows]), "success": [[row["success"] for row in rows]]}
-    if all("adaptation" in row for row in rows):
-        quantities["last adaptation trial"] = [[row["adaptation"]["score"][-1] for row in rows]]
-        quantities["adaptation"] = [[row["adaptation"]["best"][-1] for row in rows]]
+def _quantities(rows: BySeed, adapted: Sequence[int]) -> dict[str, list[list[float]]]:
+    """Values by stratum; those of adaptations are of the seeds `adapted`."""
+    scores, success = by_stratum([row["tasks"] for row in rows.values()]), [row["success"] for row in rows.values()]
+    quantities = {"score": scores, "success": [success]}
+    if adapted:
+        curves = [rows[seed]["adaptation"] for seed in adapted]
+        quantities["last adaptation trial"] = [[curve["score"][-1] for curve in curves]]
+        quantities["adaptation"] = [[curve["best"][-1] for curve in curves]]
     return quantities

@@ -82,7 +82,55 @@ def test_adaptation_is_a_cell_of_its_own() -> None:
         "new, last adaptation trial: 30.00 is outside of 25.00 to 25.00",
         "new, adaptation: 60.00 is outside of 50.00 to 50.00",
     ]
-    assert differences(replace(committed, rows=make_results(SCORES).rows[:3]), replace(fresh, arms={})) == []
+    unasked = make_results({name: [50.0] * 3 for name in SCORES})
+    assert differences(unasked, fresh) == []  # the committed study had none
+    assert differences(fresh, unasked) == [
+        f"{arm}: no adaptation of seed 0, 1, 2, which the committed results have" for arm in SCORES
+    ]
+    rows = [row | {"adaptation": {"score": [30.0], "best": [60.0]}} for row in committed.rows]
+    assert differences(committed, replace(fresh, rows=rows)) == [
+        f"{arm}: the adaptations have different numbers of trials" for arm in SCORES
+    ]
+
+
+def test_adaptations_compare_over_the_seeds_that_both_have() -> None:
+    first, second = {"score": [40.0], "best": [50.0]}, {"score": [41.0], "best": [50.0]}
+    rows = make_results(SCORES).rows
+    committed, fresh = (
+        make_results(SCORES, rows=[row | ({"adaptation": c} if row["seed"] else {}) for row in rows])
+        for c in (first, second)
+    )
+    expected = [f"{arm}, last adaptation trial: 41.00 is outside of 40.00 to 40.00" for arm in SCORES]
+    assert differences(committed, fresh) == expected
+    lost = [{k: v for k, v in row.items() if (k, row["seed"]) != ("adaptation", 2)} for row in fresh.rows]
+    missing = [f"{arm}: no adaptation of seed 2, which the committed results have" for arm in SCORES]
+    assert sorted(differences(committed, replace(fresh, rows=lost))) == sorted(expected + missing)
+
+
+def test_cells_that_only_the_committed_results_have_are_named() -> None:
+    committed = make_results(SCORES | {"third": [1.0, 2.0, 3.0]})
+    fresh = make_results({name: values[:3] for name, values in SCORES.items()})
+    assert differences(committed, fresh) == ["third: the committed results have it, and no run of it is there"]
+    assert differences(committed, fresh, left_out=["third"]) == []
+    listed = replace(fresh, arms=committed.arms)  # an arm of the study without a run is missing, too
+    assert differences(committed, listed) == ["third: the committed results have it, and no run of it is there"]
+    assert differences(replace(committed, rows=committed.rows[:8]), listed) == []  # none of it is committed
+    rows = [row for row in fresh.rows if (row["arm"], row["seed"]) != ("old", 1)]
+    assert differences(make_results(SCORES), replace(fresh, rows=rows)) == ["old: seed 1 was not run"]
+    named = [row | {"problems": "a"} for row in committed.rows]
+    assert differences(replace(committed, rows=named), fresh, ["third"]) == [
+        f"{arm}: no problems of seed 0, 1, 2, which the committed results have" for arm in SCORES
+    ]
+
+
+def test_a_part_of_the_toy_study_does_not_pass_for_it() -> None:
+    committed = read_results(ROOT / "results/toy.json")
+    rows = [{k: v for k, v in row.items() if k != "adaptation"} for row in committed.of("empo2")]
+    cut = replace(committed, arms={"empo2": committed.arms["empo2"]}, rows=rows)
+    others = [f"{arm}: the committed results have it, and no run of it is there" for arm in committed.names[1:]]
+    lost = "empo2: no adaptation of seed 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, which the committed results have"
+    assert len(others) == 6 and differences(committed, cut) == [*others, lost]
+    assert differences(committed, cut, left_out=committed.names[1:]) == [lost]
 
 
 def test_another_configuration_panel_seed_or_arm_is_named() -> None:
@@ -93,7 +141,8 @@ def test_another_configuration_panel_seed_or_arm_is_named() -> None:
         "old: another configuration: update.epochs was 1, is 2",
     ]
     assert differences(make_results({"new": SCORES["new"], "other": [0.0]}), fresh) == [
-        "old: no such arm in the committed results"
+        "other: the committed results have it, and no run of it is there",
+        "old: no such arm in the committed results",
     ]
     assert differences(make_results(SCORES | {"old": [1.0]}), fresh) == ["old: the committed results lack seed 1"]
     rows = [row | {"tasks": {"other": 1.0}} for row in fresh.rows]

@@ -176,6 +176,26 @@ def test_a_check_names_the_cell_that_differs(tmp_path: Path, runs: Runs, capsys:
     assert "old, score: 21.00 is outside of 50.00 to 50.00" in capsys.readouterr().out
 
 
+def test_a_check_of_some_arms_says_which_it_leaves_out(
+    tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, committed, out = make_study(tmp_path), tmp_path / "committed.json", tmp_path / "out"
+    runner.run_studies([path], out)
+    committed.write_text((out / "small" / RESULTS_FILE).read_text())
+    capsys.readouterr()
+    assert runner.run_studies([path], out, arms=("new",), check=committed)
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        "check: 3 of 3 runs have exactly the committed scores",
+        "check: --arms leaves out, and nothing was checked of: old",
+        "check: reproduced, every checked arm within its committed interval",
+    ]
+    path.write_text(path.read_text().replace("[arms.old]", "[arms.renamed]").replace('"old"', '"renamed"'))
+    assert not runner.run_studies([path], out, check=committed)
+    printed = capsys.readouterr().out
+    assert "old: the committed results have it, and no run of it is there" in printed
+    assert "renamed: no such arm in the committed results" in printed and "leaves out" not in printed
+
+
 def test_what_cannot_work_is_refused_before_anything_is_run(tmp_path: Path, runs: Runs) -> None:
     path, out = make_study(tmp_path), tmp_path / "out"
     (tmp_path / "file").touch()
