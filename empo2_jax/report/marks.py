@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from empo2_jax.config import Config
 from empo2_jax.metrics import Record
 from empo2_jax.report.parts import is_number
 from empo2_jax.report.run_files import RunFiles
@@ -13,6 +14,25 @@ def marks(run: RunFiles) -> list[str]:
     """The remarks at the head of the page."""
     played = [*_evaluations(run.evaluations), *_adaptations(run.adaptations)]
     return [*_progress(run), *_commits(run), *played, *_numbers(run.metrics), *run.remarks]
+
+
+def asked(config: Config) -> tuple[int, str]:
+    """How long a run gets, and in what: iterations, or trials on the panel (Reflexion), of which that is the most."""
+    trials = config.algorithm.name == "reflexion"
+    return (config.reflexion.trials, "trials") if trials else (config.run.iterations, "iterations")
+
+
+def unfinished(config: Config, metrics: Sequence[Record]) -> str:
+    """How far a run is that has not come to its end, as "2 of 40 iterations"; "" for one that has."""
+    done, (most, unit) = metrics[-1]["iteration"] if metrics else 0, asked(config)
+    if done >= most or (unit == "trials" and metrics and _all_solved(metrics[-1])):
+        return ""
+    return f"{done} of {most} {unit}"
+
+
+def _all_solved(trial: Record) -> bool:
+    """Whether a trial left nothing over to be tried again; an episode that failed is left over."""
+    return trial.get("episode/success_rate") == 1.0 and not trial.get("episode/invalid")
 
 
 def comparable(evaluations: Sequence[Record]) -> list[bool]:
@@ -33,13 +53,10 @@ def _problems(evaluation: Record) -> Any:
 
 
 def _progress(run: RunFiles) -> list[str]:
-    done = run.metrics[-1]["iteration"] if run.metrics else 0
     if run.config is None:
         return [] if run.metrics else ["No iteration is recorded yet."]
-    wanted = run.config.run.iterations
-    if run.config.algorithm.name == "reflexion" or done >= wanted:  # the first ends when all is solved
-        return []
-    return [f"The run is not finished: {done} of {wanted} iterations. All numbers are up to there."]
+    place = unfinished(run.config, run.metrics)
+    return [f"The run is not finished: {place}. All numbers are up to there."] if place else []
 
 
 def _commits(run: RunFiles) -> list[str]:

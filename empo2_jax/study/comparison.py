@@ -10,14 +10,16 @@ from typing import Any
 from empo2_jax.config import Config
 from empo2_jax.config_file import load_config
 from empo2_jax.errors import ConfigError, DataError
-from empo2_jax.metrics import ADAPTATIONS_FILE, Record
+from empo2_jax.metrics import ADAPTATIONS_FILE, Record, read_metrics
+from empo2_jax.report.marks import unfinished
 from empo2_jax.run_record import CONFIG_FILE, identity, origin, read_facts
 from empo2_jax.study.base import check_same_panel, settings
 from empo2_jax.study.page import figures, render
 from empo2_jax.study.remarks import continued, tried
 from empo2_jax.study.results import Results
+from empo2_jax.study.rows import EVALUATED
 from empo2_jax.study.runs import row_of
-from empo2_jax.study.tables import Table, cost, tasks
+from empo2_jax.study.tables import Table, cost, marked, tasks, tried_note
 
 
 def compare_runs(folders: Sequence[Path], path: Path) -> Path:
@@ -47,8 +49,13 @@ def compare_runs(folders: Sequence[Path], path: Path) -> Path:
         title="Runs side by side",
         about=f"{', '.join(names)}; one run each, so that no interval can be given.",
         facts={f"commit of {row['arm']}": row["commit"] or "unknown" for row in rows},
-        warnings=[*_warnings(rows, configs), *remarks, *continued(results), *tried(results)],
-        tables=[_scores(rows), *([tasks(results)] if len(rows[0]["tasks"]) > 1 else []), _keys(configs), cost(results)],
+        warnings=[*_warnings(rows), *_unfinished(names, configs), *remarks, *continued(results), *tried(results)],
+        tables=[
+            _scores(results),
+            *([tasks(results)] if len(rows[0]["tasks"]) > 1 else []),
+            _keys(configs),
+            cost(results),
+        ],
         figures=[figure for figure in figures(results) if figure.title != "What each change costs"],
         source=f"empo2 report {' '.join(map(str, folders))} · commit {', '.join(results.commits)}",
         configurations={name: _origin(folder, facts[name]) for name, folder in names.items()},
@@ -90,28 +97,30 @@ def _failed_adaptations(rows: Sequence[Record], names: Mapping[str, Path]) -> li
     ]
 
 
-def _warnings(rows: Sequence[Record], configs: dict[str, Config]) -> list[str]:
+def _warnings(rows: Sequence[Record]) -> list[str]:
     found = []
     commits = list(dict.fromkeys(row["commit"] or "unknown" for row in rows))
     if len(commits) > 1:
         found.append(f"The runs are of different commits: {', '.join(commits)}. Their differences may be the code's.")
-    places = {row["arm"]: row["panel"][-1][0] for row in rows}
+    places = {row["arm"]: row["panel"][-1][0] for row in rows if row["protocol"] == EVALUATED}
     if len(set(places.values())) > 1:
         text = ", ".join(f"{name} after {place}" for name, place in places.items())
         found.append(f"Last evaluations after unequal numbers of iterations: {text}.")
-    for row in rows:
-        done, wanted = len(row["training"]), configs[row["arm"]].run.iterations
-        if done < wanted:
-            found.append(f"{row['arm']} is not finished: {done} of {wanted} iterations.")
     return found
 
 
-def _scores(rows: Sequence[Record]) -> Table:
-    cells = [
-        [row["arm"], str(row["panel"][-1][0]), f"{row['score']:.1f}", f"{100 * row['success']:.1f}"] for row in rows
-    ]
-    note = "Last evaluation without memory: score in points, success in %."
-    return Table("Scores", note, ["run", "iteration", "score", "success"], cells)
+def _unfinished(names: Mapping[str, Path], configs: Mapping[str, Config]) -> list[str]:
+    places = {name: unfinished(configs[name], read_metrics(folder)) for name, folder in names.items()}
+    return [f"{name} is not finished: {place}." for name, place in places.items() if place]
+
+
+def _scores(results: Results) -> Table:
+    cells = []
+    for row in results.rows:
+        place = f"{'iteration' if row['protocol'] == EVALUATED else 'trial'} {row['panel'][-1][0]}"
+        cells.append([marked(results, row["arm"]), place, f"{row['score']:.1f}", f"{100 * row['success']:.1f}"])
+    note = f"Last evaluation without memory: score in points, success in %.{tried_note(results)}"
+    return Table("Scores", note, ["run", "evaluated at", "score", "success"], cells)
 
 
 def _keys(configs: dict[str, Config]) -> Table:

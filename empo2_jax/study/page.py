@@ -17,7 +17,7 @@ from empo2_jax.report.template import filled
 from empo2_jax.study.remarks import remarks
 from empo2_jax.study.results import Results
 from empo2_jax.study.statistics import bootstrap
-from empo2_jax.study.tables import TRIED_NOTE, Table, marked, tables
+from empo2_jax.study.tables import Table, marked, tables, tried_note
 
 PAGE_FILE = "study.html"
 Curve = Sequence[tuple[float, float]]
@@ -62,7 +62,7 @@ def render(path: Path, **values: Any) -> Path:
 
 def figures(results: Results) -> list[Figure]:
     """All figures that the rows have numbers for; curves over iterations are those of arms that were evaluated."""
-    mark = TRIED_NOTE if results.tried else ""
+    mark = tried_note(results)
     scores = {name: results.score(name) for name in results.names}
     against = {name: results.difference(name) for name in results.names if name != results.tested}
     dots = {marked(results, name): (e.value, e.low, e.high) for name, e in scores.items()}

@@ -14,7 +14,7 @@ from empo2_jax.errors import DataError
 from empo2_jax.metrics import ADAPTATIONS_FILE, EVALUATIONS_FILE, Record, read_jsonl, read_metrics
 from empo2_jax.panels import load_panel
 from empo2_jax.records import Adapted, Evaluated
-from empo2_jax.report.marks import alike
+from empo2_jax.report.marks import alike, asked
 from empo2_jax.report.parts import is_number
 from empo2_jax.run_record import read_facts
 from empo2_jax.study.base import STARTS, Cell
@@ -83,7 +83,6 @@ def run_cell(cell: Cell, folder: Path, processes: Processes) -> Record:
     Raises:
         DataError: a process failed, or left too little or more than was asked for; the message names the run.
     """
-    config = cell.arm.config(cell.seed)
     _empo2(cell, train_command(cell, folder), processes)
     if cell.trials and not _adapted(cell, folder):
         _empo2(cell, adapt_command(cell, folder), processes)
@@ -95,9 +94,9 @@ def run_cell(cell: Cell, folder: Path, processes: Processes) -> Record:
         row = row_of(folder)
     except DataError as error:
         raise DataError(f"{cell}: {error}") from None
-    asked = config.reflexion.trials if config.algorithm.name == "reflexion" else config.run.iterations
-    if len(row["training"]) > asked:  # a longer study was here before
-        raise DataError(f"{cell}: {folder} went on to {len(row['training'])}, but {asked} is asked for; remove it")
+    most, _ = asked(cell.arm.config(cell.seed))
+    if len(row["training"]) > most:  # a longer study was here before
+        raise DataError(f"{cell}: {folder} went on to {len(row['training'])}, but {most} is asked for; remove it")
     return {"arm": cell.arm.name, "seed": cell.seed, "fingerprint": cell.fingerprint(), **row}
 
 

@@ -33,7 +33,8 @@ def marked(results: Results, name: str) -> str:
     return f"{name} †" if name in results.tried else name
 
 
-def _note(results: Results) -> str:
+def tried_note(results: Results) -> str:
+    """What that sign says; "" where there is none."""
     return TRIED_NOTE if results.tried else ""
 
 
@@ -64,7 +65,7 @@ def scores(results: Results) -> Table:
     note = (
         "Score without memory at the last evaluation, points. Interquartile mean over seeds and tasks with its 95 % "
         f"interval (bootstrap within tasks); success in %; {results.tested} less the arm, over the seeds that both "
-        f"have: mean and 95 % interval (Student's t).{_note(results)}"
+        f"have: mean and 95 % interval (Student's t).{tried_note(results)}"
     )
     columns = ["arm", "seeds", "mean", "interquartile mean", "success", f"{results.tested} − arm"]
     return Table("Scores", note, columns, rows)
@@ -76,7 +77,7 @@ def seeds(results: Results) -> Table:
     numbers = sorted({seed for scores in by_arm.values() for seed in scores})
     rows = [[str(n), *(f"{s[n]:.1f}" if n in s else "missing" for s in by_arm.values())] for n in numbers]
     columns = ["seed", *(marked(results, name) for name in by_arm)]
-    return Table("Seeds", f"Score without memory of every run, points.{_note(results)}", columns, rows)
+    return Table("Seeds", f"Score without memory of every run, points.{tried_note(results)}", columns, rows)
 
 
 def tasks(results: Results) -> Table:
@@ -87,7 +88,7 @@ def tasks(results: Results) -> Table:
         for task in names
     ]
     columns = ["task", *(marked(results, name) for name in results.names)]
-    note = f"Score without memory by task, mean over seeds, points.{_note(results)}"
+    note = f"Score without memory by task, mean over seeds, points.{tried_note(results)}"
     return Table("Tasks", note, columns, rows)
 
 

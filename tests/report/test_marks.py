@@ -24,10 +24,25 @@ def test_an_unfinished_run_says_how_far_it_is(tmp_path: Path) -> None:
     assert marks(read_run(run)) == ["No iteration is recorded yet."]
 
 
-def test_trials_end_when_all_is_solved(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("trials", "last", "expected"),
+    [
+        (2, (0.5, 0.0), []),
+        (10, (1.0, 0.0), []),
+        (10, (0.5, 0.0), ["The run is not finished: 2 of 10 trials. All numbers are up to there."]),
+        (10, (1.0, 0.25), ["The run is not finished: 2 of 10 trials. All numbers are up to there."]),
+    ],
+)
+def test_trials_end_when_all_is_solved(
+    tmp_path: Path, trials: int, last: tuple[float, float], expected: list[str]
+) -> None:
     algorithm, intrinsic = {"name": "reflexion", "p_memory": 0.0}, {"kind": "none"}
-    run = make_run(tmp_path, iterations=2, algorithm=algorithm, intrinsic=intrinsic, run={"iterations": 40})
-    assert marks(read_run(run)) == []
+    lengths = {"run": {"iterations": 40}, "reflexion": {"trials": trials}}
+    run = make_run(tmp_path, iterations=1, algorithm=algorithm, intrinsic=intrinsic, **lengths)
+    log = MetricsLog(run)
+    log.write(2, dict(zip(("episode/success_rate", "episode/invalid"), last, strict=True)))
+    log.close()
+    assert marks(read_run(run)) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Runs side by side: what is refused, what is marked."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["report", str(first), str(second), "--out", str(page)]) == 0
     assert capsys.readouterr().out.strip() == str(page)
     text = page.read_text()
-    assert "<td>a/seed0</td><td>2</td><td>40.0</td><td>50.0</td>" in text
+    assert "<td>a/seed0</td><td>iteration 2</td><td>40.0</td><td>50.0</td>" in text
     assert "<td>algorithm.p_memory</td><td>0.25</td><td>0.5</td>" in text
     assert 'class="warning"' not in text
     assert f"empo2 report {first} {second} · commit c0ffee" in text
@@ -40,7 +41,7 @@ def test_unequal_commits_and_unfinished_runs_are_marked(tmp_path: Path) -> None:
     assert "a was begun by other code and continued: dead." in text
     assert "Last evaluations after unequal numbers of iterations: a after 2, b after 0." in text
     assert "b is not finished: 2 of 5 iterations." in text
-    assert "<td>b</td><td>0</td><td>0.0</td>" in text
+    assert "<td>b</td><td>iteration 0</td><td>0.0</td>" in text
 
 
 def test_what_does_not_compare_is_refused(tmp_path: Path) -> None:
@@ -79,17 +80,39 @@ def test_adaptations_that_do_not_compare_are_left_out(tmp_path: Path) -> None:
     write_lines(second / "adaptations.jsonl", make_adaptation(complete=False))
     text = compare_runs([first, second], page).read_text()
     assert (
-        "b: the newest adaptation is left out, since episodes of it failed." in text and "<td>a</td><td>2</td>" in text
+        "b: the newest adaptation is left out, since episodes of it failed." in text
+        and "<td>a</td><td>iteration 2</td>" in text
     )
     (second / "adaptations.jsonl").write_text("")  # of an adaptation that did not get to its end
     assert "left out" not in compare_runs([first, second], page).read_text()
+
+
+@pytest.mark.parametrize(
+    ("trials", "score", "said"),
+    [(2, 40.0, ""), (10, 100.0, ""), (10, 40.0, "tries is not finished: 2 of 10 trials.")],
+)
+def test_trials_are_marked_and_no_iterations(tmp_path: Path, trials: int, score: float, said: str) -> None:
+    trained = make_run(tmp_path / "trained", 60.0)
+    made = ('algorithm.name="reflexion"', "algorithm.p_memory=0.0", 'intrinsic.kind="none"', "run.iterations=40")
+    tries = make_run(tmp_path / "tries", score, *made, f"reflexion.trials={trials}")
+    (tries / "evaluations.jsonl").unlink()
+    write_lines(tries / "adaptations.jsonl", make_adaptation([0.0, score]))
+    text = compare_runs([trained, tries], tmp_path / "page.html").read_text()
+    assert f"<td>tries †</td><td>trial 2</td><td>{score}</td>" in text
+    assert "<td>trained</td><td>iteration 2</td><td>60.0</td>" in text
+    scores = text[text.index("Last evaluation without memory: ") :]
+    assert "† Of the last trial, which has seen test rewards." in scores[: scores.index("</p>")]
+    assert "unequal numbers of iterations" not in text
+    warnings = re.findall('class="warning" role="alert">([^<]*)<', text)
+    seen = "tries: the score is that of its last trial, which has seen test rewards."
+    assert warnings == ([said] if said else []) + [seen]
 
 
 def test_runs_with_their_own_copies_of_one_panel_compare(tmp_path: Path) -> None:
     folders = [make_run(tmp_path / name, 40.0) for name in "ab"]
     for folder in folders:
         record_config(load_config(tmp_path / "base.toml", [f"run.dir={folder}", f"evaluation.panel={PANEL}"]))
-    assert "<td>b</td><td>2</td><td>40.0</td>" in compare_runs(folders, tmp_path / "page.html").read_text()
+    assert "<td>b</td><td>iteration 2</td><td>40.0</td>" in compare_runs(folders, tmp_path / "page.html").read_text()
     panel = folders[1] / "panel.toml"
     panel.write_text(panel.read_text().replace("seed = 0", "seed = 1"))
     (folders[1] / "config.toml").write_text('[env]\nname = "toy"\n[evaluation]\npanel = "panel.toml"\n')
