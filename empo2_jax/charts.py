@@ -1,12 +1,15 @@
 """Line charts as inline SVG: no script, no plotting library, readable in print and with a screen reader."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 480, 270  # the texts can still be read where a page is as wide as a phone
-LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 40
-LEGEND = 27  # characters of a label
+LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 40  # the first at the least: long ticks make it wider
+ASCII, WIDE = 10, 16  # most that a character takes on average, at the 15 units that letters have on a phone
+LEGEND, COLUMN = 276, 200  # most that a label takes, and that one in a legend of two columns does
+SIZES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 # Okabe and Ito's palette (safe for color-blind readers), darkened where contrast on white was below 3:1.
 COLORS = ("#0072b2", "#d55e00", "#007a5a", "#a8588a", "#8a6d00", "#2a7fa8", "#333333", "#7a4fbf")
 DASHES = ("", "7 3", "2 3", "9 3 2 3")
@@ -39,21 +42,26 @@ def line_chart(title: str, series: Mapping[str, Points], x_label: str = "iterati
     counted = all(float(x).is_integer() for x, _ in every)  # iterations: no tick between them
     x_ticks = [x for x in ticks(*xs) if xs[0] <= x <= xs[1] and (float(x).is_integer() or not counted)]
     y_ticks = ticks(*_span([y for _, y in every]))
-    ys = (y_ticks[0], y_ticks[-1])
-    name = escape(title, quote=True)
+    widest = max(map(_text_width, tick_texts(y_ticks)))
+    frame = _Frame(xs, (y_ticks[0], y_ticks[-1]), max(LEFT, widest + 8))
+    name, columns = escape(title, quote=True), _columns(finite)
     parts = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT + _legend_height(len(finite))}" role="img" aria-label="{name}">',
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT + 22 * math.ceil(len(finite) / columns)}" role="img" aria-label="{name}">',
         f"<title>{name}</title>",
-        *_grid(xs, ys, x_ticks, y_ticks, escape(x_label)),
+        *_grid(frame, x_ticks, y_ticks, escape(x_label)),
     ]
     tints = {label: COLORS[number % len(COLORS)] for number, label in enumerate(series)}  # the same in every picture
     for label, band in around.items():
         if len(band) > 1:
             there, back = ([(x, high) for x, _, high in band], [(x, low) for x, low, _ in reversed(band)])
-            corners = " ".join(f"{_place_x(x, xs):.1f},{_place_y(y, ys):.1f}" for x, y in there + back)
+            corners = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in there + back)
             parts.append(f'<polygon points="{corners}" fill="{tints[label]}" fill-opacity="0.12"/>')
     for number, (label, points) in enumerate(finite.items()):
-        parts += _line(number, tints[label], label, [(_place_x(x, xs), _place_y(y, ys)) for x, y in points])
+        stroke = _stroke(number, tints[label])
+        parts += _line(stroke, tints[label], [(frame.x(x), frame.y(y)) for x, y in points])
+        x, y = _legend_place(number, columns)
+        parts.append(f'<line x1="{x}" x2="{x + 26}" y1="{y - 4}" y2="{y - 4}" stroke-width="2.5" {stroke}/>')
+        parts.append(f'<text x="{x + 32}" y="{y}">{escape(_cut(label))}</text>')
     return "".join([*parts, "</svg>"])
 
 
@@ -71,22 +79,23 @@ def interval_chart(title: str, intervals: Mapping[str, tuple[float, float, float
     if not intervals:
         return ""
     ends = [x for row in intervals.values() for x in row if math.isfinite(x)] + ([0.0] if zero else [])
-    at = ticks(*_span(ends))
-    span, left, height = (at[0], at[-1]), 190, 26 * len(intervals)
+    left, height = max(190, 12 + max(_text_width(_cut(label)) for label in intervals)), 26 * len(intervals)
+    at = _ticks_within(*_span(ends), WIDTH - left - RIGHT)
+    span = (at[0], at[-1])
 
     def place(x: float) -> float:
         return left + (x - span[0]) / (span[1] - span[0]) * (WIDTH - left - RIGHT)
 
     name = escape(title, quote=True)
     parts = [f'<svg viewBox="0 0 {WIDTH} {height + 34}" role="img" aria-label="{name}"><title>{name}</title>']
-    for x in at:
+    for x, text in zip(at, tick_texts(at), strict=True):
         parts.append(f'<line class="grid" x1="{place(x):.1f}" x2="{place(x):.1f}" y1="4" y2="{height + 8}"/>')
-        parts.append(f'<text x="{place(x):.1f}" y="{height + 26}" text-anchor="middle">{number_text(x)}</text>')
+        parts.append(_tick_below(place(x), height + 26, text))
     if zero:
         parts.append(f'<line x1="{place(0.0):.1f}" x2="{place(0.0):.1f}" y1="4" y2="{height + 8}" stroke="#333333"/>')
     for number, (label, (value, low, high)) in enumerate(intervals.items()):
         y, color = 26 * number + 18, COLORS[0]
-        parts.append(f'<text x="{left - 10}" y="{y + 4}" text-anchor="end">{_legend_text(label)}</text>')
+        parts.append(f'<text x="{left - 10}" y="{y + 4}" text-anchor="end">{escape(_cut(label))}</text>')
         if math.isfinite(low) and math.isfinite(high):
             line = f'<line x1="{place(low):.1f}" x2="{place(high):.1f}" y1="{y}" y2="{y}" stroke="{color}"'
             parts.append(f'{line} stroke-width="3"/>')
@@ -109,21 +118,21 @@ def scatter_chart(title: str, groups: Mapping[str, Sequence[tuple[float, float, 
     if not finite:
         return ""
     every = [point for points in finite.values() for point in points]
-    xs, ys = _span([x for x, _, _ in every]), _span([y for _, y, _ in every])
-    name = escape(title, quote=True)
+    frame = _Frame(_span([x for x, _, _ in every]), _span([y for _, y, _ in every]))
+    name, columns = escape(title, quote=True), _columns(finite)
     parts = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT + _legend_height(len(finite))}" role="img" aria-label="{name}">',
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT + 22 * math.ceil(len(finite) / columns)}" role="img" aria-label="{name}">',
         f"<title>{name}</title>",
     ]
     for number, (label, points) in enumerate(finite.items()):
         color, turn = COLORS[number % len(COLORS)], 2 * math.pi * number / len(finite)
         right, down = (4 * math.sin(turn), -4 * math.cos(turn)) if len(finite) > 1 else (0.0, 0.0)
         for x, y, radius in points:
-            place = f'cx="{_place_x(x, xs) + right:.1f}" cy="{_place_y(y, ys) + down:.1f}" r="{radius:.1f}"'
+            place = f'cx="{frame.x(x) + right:.1f}" cy="{frame.y(y) + down:.1f}" r="{radius:.1f}"'
             parts.append(f'<circle {place} fill="{color}" fill-opacity="0.55"/>')
-        x, y = _legend_place(number)
+        x, y = _legend_place(number, columns)
         parts.append(f'<circle cx="{x + 13}" cy="{y - 4}" r="5" fill="{color}"/>')
-        parts.append(f'<text x="{x + 32}" y="{y}">{_legend_text(label)}</text>')
+        parts.append(f'<text x="{x + 32}" y="{y}">{escape(_cut(label))}</text>')
     return "".join([*parts, "</svg>"])
 
 
@@ -142,23 +151,63 @@ def number_text(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 10_000 and float(value).is_integer() else f"{value:.4g}"
 
 
+def tick_texts(values: Sequence[float]) -> list[str]:
+    """The ticks of one axis, short: of one size (k, M, G, T), in as few digits from four on as tell them apart."""
+    largest = max(map(abs, values), default=0.0)
+    sizes = SIZES if 1e4 <= largest < 1e15 else ()
+    size, sign = next((one for one in sizes if one[0] <= largest), (1.0, ""))
+    digits = next(n for n in range(4, 18) if n == 17 or len({f"{value:.{n}g}" for value in values}) == len(values))
+    texts = [f"{value / size:.{digits}g}".replace("e+", "e").replace("e-0", "e-") for value in values]
+    return [text if value == 0 else f"{text}{sign}" for text, value in zip(texts, values, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """Where values are in the picture: the span of either axis, and where the plot begins."""
+
+    xs: tuple[float, float]
+    ys: tuple[float, float]
+    left: int = LEFT
+
+    def x(self, value: float) -> float:
+        return self.left + (value - self.xs[0]) / (self.xs[1] - self.xs[0]) * (WIDTH - self.left - RIGHT)
+
+    def y(self, value: float) -> float:
+        return HEIGHT - BOTTOM - (value - self.ys[0]) / (self.ys[1] - self.ys[0]) * (HEIGHT - TOP - BOTTOM)
+
+
+def _ticks_within(low: float, high: float, room: int) -> list[float]:
+    """Ticks whose texts stand beside each other in `room` units, or the fewest."""
+    choices = [ticks(low, high, count) for count in (5, 3, 2)]
+    widths = [sum(_text_width(text) + 8 for text in tick_texts(at)) for at in choices]
+    return next((at for at, width in zip(choices, widths, strict=True) if width <= room), choices[-1])
+
+
 def _finite(groups: Mapping[str, Sequence[tuple[float, ...]]]) -> dict[str, list[tuple[float, ...]]]:
     """The points without NaN or infinity, of the labels that have any."""
     finite = {label: [p for p in points if all(map(math.isfinite, p))] for label, points in groups.items()}
     return {label: points for label, points in finite.items() if points}
 
 
-def _legend_height(labels: int) -> int:
-    return 22 * math.ceil(labels / 2)
+def _text_width(text: str) -> int:
+    """Units that a text takes at the most, about."""
+    return sum(ASCII if character.isascii() else WIDE for character in text)
 
 
-def _legend_text(label: str) -> str:
-    """The label, escaped; of a long one the end, which tells paths apart."""
-    return escape(label if len(label) <= LEGEND else f"…{label[1 - LEGEND :]}")
+def _cut(label: str) -> str:
+    """The label; of a long one the end, which tells paths apart."""
+    if _text_width(label) <= LEGEND:
+        return label
+    return next(text for n in range(len(label)) if _text_width(text := f"…{label[n:]}") <= LEGEND)
 
 
-def _legend_place(number: int) -> tuple[int, int]:
-    return 12 + number % 2 * 234, HEIGHT + 14 + 22 * (number // 2)
+def _columns(labels: Iterable[str]) -> int:
+    """Of a legend."""
+    return 2 if all(_text_width(_cut(label)) <= COLUMN for label in labels) else 1
+
+
+def _legend_place(number: int, columns: int) -> tuple[int, int]:
+    return 12 + number % columns * 234, HEIGHT + 14 + 22 * (number // columns)
 
 
 def _span(values: list[float]) -> tuple[float, float]:
@@ -170,38 +219,35 @@ def _span(values: list[float]) -> tuple[float, float]:
     return low - pad, high + pad
 
 
-def _place_x(x: float, span: tuple[float, float]) -> float:
-    return LEFT + (x - span[0]) / (span[1] - span[0]) * (WIDTH - LEFT - RIGHT)
+def _tick_below(x: float, y: int, text: str) -> str:
+    """A tick's text under its place, or as far to the right as it is seen as a whole."""
+    return f'<text x="{min(x, WIDTH - 2 - _text_width(text) / 2):.1f}" y="{y}" text-anchor="middle">{text}</text>'
 
 
-def _place_y(y: float, span: tuple[float, float]) -> float:
-    return HEIGHT - BOTTOM - (y - span[0]) / (span[1] - span[0]) * (HEIGHT - TOP - BOTTOM)
-
-
-def _grid(
-    xs: tuple[float, float], ys: tuple[float, float], x_ticks: list[float], y_ticks: list[float], x_label: str
-) -> list[str]:
+def _grid(frame: _Frame, x_ticks: list[float], y_ticks: list[float], x_label: str) -> list[str]:
     parts = []
-    for value in y_ticks:
-        y = _place_y(value, ys)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number_text(value)}</text>')
-    for value in x_ticks:
-        x, y = _place_x(value, xs), HEIGHT - BOTTOM + 16
-        parts.append(f'<text x="{x:.1f}" y="{y}" text-anchor="middle">{number_text(value)}</text>')
-    middle = (LEFT + WIDTH - RIGHT) / 2
+    left, right = frame.left, WIDTH - RIGHT
+    for value, text in zip(y_ticks, tick_texts(y_ticks), strict=True):
+        y = frame.y(value)
+        parts.append(f'<line class="grid" x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
+    parts += [
+        _tick_below(frame.x(value), HEIGHT - BOTTOM + 16, text)
+        for value, text in zip(x_ticks, tick_texts(x_ticks), strict=True)
+    ]
+    middle = (left + right) / 2
     parts.append(f'<text x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">{x_label}</text>')
     return parts
 
 
-def _line(number: int, color: str, label: str, places: Points) -> list[str]:
+def _stroke(number: int, color: str) -> str:
     dash = DASHES[(number // 2 + number // len(COLORS)) % len(DASHES)]  # 32 pairs of color and dashes
-    stroke = f'stroke="{color}"' + (f' stroke-dasharray="{dash}"' if dash else "")
+    return f'stroke="{color}"' + (f' stroke-dasharray="{dash}"' if dash else "")
+
+
+def _line(stroke: str, color: str, places: Points) -> list[str]:
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     marks = (
         [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{color}"/>' for x, y in places] if len(places) < 41 else []
     )
-    x, y = _legend_place(number)
-    legend = f'<line x1="{x}" x2="{x + 26}" y1="{y - 4}" y2="{y - 4}" stroke-width="2.5" {stroke}/>'
-    text = f'<text x="{x + 32}" y="{y}">{_legend_text(label)}</text>'
-    return [f'<polyline points="{path}" fill="none" stroke-width="2" {stroke}/>', *marks, legend, text]
+    return [f'<polyline points="{path}" fill="none" stroke-width="2" {stroke}/>', *marks]

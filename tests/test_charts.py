@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from empo2_jax.charts import COLORS, interval_chart, line_chart, scatter_chart, ticks
+from empo2_jax.charts import COLORS, interval_chart, line_chart, scatter_chart, tick_texts, ticks
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,45 @@ def test_ticks_are_round_and_enclose(low: float, high: float, expected: list[flo
     values = ticks(low, high)
     assert values[0] <= low and values[-1] >= high
     assert expected is None or values == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([0.0, 0.5, 1.0], ["0", "0.5", "1"]),
+        ([0.0, 2000.0, 8000.0], ["0", "2000", "8000"]),
+        ([0.0, 5000.0, 10000.0], ["0", "5k", "10k"]),
+        ([-50_000.0, 0.0, 250_000.0], ["-50k", "0", "250k"]),
+        ([0.0, 5e5, 1.5e6], ["0", "0.5M", "1.5M"]),
+        ([2e9, 2.5e9], ["2G", "2.5G"]),
+        ([0.0, 2.5e-5, 1e-12], ["0", "2.5e-5", "1e-12"]),
+        ([1e300, 2e300], ["1e300", "2e300"]),
+        ([1000.001, 1000.002], ["1000.001", "1000.002"]),  # four digits would not tell them apart
+        ([1_000_100.0, 1_000_200.0], ["1.0001M", "1.0002M"]),
+        ([], []),
+    ],
+)
+def test_ticks_are_short_and_differ(values: list[float], expected: list[str]) -> None:
+    assert tick_texts(values) == expected
+
+
+def test_long_ticks_move_the_plot_and_the_last_one_below_is_seen_as_a_whole() -> None:
+    svg = line_chart("t", {"a": [(0.0, 1000.0), (2000.0, 1000.004)]}, "step")  # ticks up to 1000.004: 8 digits
+    assert 'points="88.0,230.0 466.0,14.0"' in svg and '<text x="82" y="18.0" text-anchor="end">1000.004<' in svg
+    assert '<text x="458.0" y="246" text-anchor="middle">2000<' in svg  # 40 units of text and 2 of air before 480
+    assert '<text x="466.0" y="246" text-anchor="middle">20<' in line_chart("t", {"a": [(0.0, 0.0), (20.0, 1.0)]})
+
+
+def test_long_labels_have_a_line_of_the_legend_or_a_wider_margin() -> None:
+    points = [(0.0, 0.0), (1.0, 1.0)]
+    two, one = (line_chart("t", {"a": points, "b" * count: points}) for count in (20, 21))
+    assert 'viewBox="0 0 480 292"' in two and f'<text x="278" y="284">{"b" * 20}<' in two
+    assert 'viewBox="0 0 480 314"' in one and f'<text x="44" y="306">{"b" * 21}<' in one
+    assert f">…{'長' * 16}<" in line_chart("t", {"長" * 30: points})  # as wide as 27 letters
+    short, rows = (interval_chart("t", {label: (0.02, 0.0, 0.05)}) for label in ("c", "c" * 27))
+    assert '<line x1="282.0" x2="435.3" y1="18" y2="18"' in rows and 'x="272" y="22" text-anchor="end">ccc' in rows
+    assert re.findall(r'middle">(\S+?)<', rows) == ["0", "0.02", "0.04", "0.06"]  # more do not fit beside the labels
+    assert re.findall(r'middle">(\S+?)<', short) == ["0", "0.01", "0.02", "0.03", "0.04", "0.05"]
 
 
 def test_chart_places_points_and_escapes_labels() -> None:

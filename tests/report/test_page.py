@@ -13,7 +13,7 @@ from empo2_jax.prompts import tip_entry
 from empo2_jax.report import write_report
 from empo2_jax.report.viewer import EPISODE_BYTES
 from empo2_jax.run_record import record_command
-from tests.fixtures.browser import CHROMIUM, Browser, browser
+from tests.fixtures.browser import CHROMIUM, CUT_OFF, Browser, browser
 from tests.fixtures.recorded import (
     episode,
     evaluation,
@@ -80,6 +80,16 @@ def full_run(folder: Path) -> Path:
     }
     write_episodes(run, for_two)
     write_checkpoint(run, 2, [tip(saw[0][0], 70.0, episode="i1/g0/e0")], {"toy/lamp/0": [3, 1], ATTACK: [2]})
+    return run
+
+
+def long_ticks(run: Path) -> Path:
+    """The run with numbers whose ticks are long, and an iteration of four digits."""
+    log = MetricsLog(run)
+    for iteration, part in ((1000, 0.5), (2000, 1.0)):
+        long = {"total/prompt_tokens": 2.5e5, "mismatch/logprob_abs_diff_max": 1.25e-5, "actor/pg_loss": -0.0105}
+        log.write(iteration, {key: part * value for key, value in long.items()} | {"memory/size": 1000 + part / 100})
+    log.close()
     return run
 
 
@@ -261,13 +271,15 @@ def visible_text(tab: Browser, selector: str) -> str:
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 @pytest.mark.parametrize("width", [390, 1280])
 def test_the_page_in_a_real_browser(tmp_path: Path, width: int) -> None:
-    page = write_report(full_run(tmp_path / "run"))
+    page = write_report(long_ticks(full_run(tmp_path / "run")))
     with browser(tmp_path / "profile") as tab:
         tab.call("Runtime.enable")
         tab.call("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=width < 500)
         tab.open(page.as_uri())
         tab.wait("document.readyState === 'complete' && document.querySelector('#episode').length === 6")
         assert tab.evaluate("document.documentElement.scrollWidth") <= width
+        assert tab.evaluate("document.querySelectorAll('svg text').length") > 100
+        assert tab.evaluate(CUT_OFF) == []
         worst = tab.evaluate(CONTRAST)
         assert worst["ratio"] >= 4.5, worst
         assert tab.evaluate(UNNAMED) == []
@@ -317,7 +329,7 @@ def test_the_page_in_a_real_browser(tmp_path: Path, width: int) -> None:
             f"(i => {{i.value = 'EMPO2'; i.dispatchEvent(new Event('input'))}})({table}.querySelector('input'))"
         )
         assert tab.evaluate(f"[...{table}.querySelectorAll('tbody tr')].filter(r => r.checkVisibility()).length") == 2
-        assert tab.evaluate(f"{table}.querySelector('[role=status]').textContent") == "2 of 6 rows"
+        assert tab.evaluate(f"{table}.querySelector('[role=status]').textContent") == "2 of 10 rows"
         # print: no controls, nothing cut off
         tab.call("Emulation.setEmulatedMedia", media="print")
         assert tab.evaluate(

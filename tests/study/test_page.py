@@ -9,7 +9,7 @@ import pytest
 from empo2_jax.study.page import figures, write_page
 from empo2_jax.study.statistics import Estimate
 from empo2_jax.study.tables import adaptation, cost, entropy, interval_text, print_results, scores, seeds, tables
-from tests.fixtures.browser import CHROMIUM, browser
+from tests.fixtures.browser import CHROMIUM, CUT_OFF, browser
 from tests.fixtures.studies import make_results, make_row
 
 SCORES = {"new": [80.0, 90.0, 100.0, 70.0], "old": [10.0, 30.0, 20.0, 40.0]}
@@ -159,7 +159,7 @@ def test_a_run_that_other_code_began_is_named_with_its_commits(tmp_path: Path) -
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 @pytest.mark.parametrize("width", [390, 1280])
 def test_the_page_fits_a_phone_and_a_desk_in_a_real_browser(tmp_path: Path, width: int) -> None:
-    arms = {name: [50.0, 60.0, 70.0] for name in ("new", "old", *(f"a_rather_long_name_{n}" for n in range(8)))}
+    arms = {name: [50.0, 60.0, 70.0] for name in ("new", "old", *(f"a_rather_long_name_for_one_{n}" for n in range(8)))}
     results, curve = make_results(arms), {"score": [0.0, 5.0], "best": [0.0, 8.0]}
     training = [[n, 1.0, 1.5, 60.0 * n] for n in range(1, 6)]
     more = {"training": training, "adaptation": curve, "tasks": {"lamp": 1.0, "door": 2.0}}
@@ -169,6 +169,8 @@ def test_the_page_fits_a_phone_and_a_desk_in_a_real_browser(tmp_path: Path, widt
         tab.open(page.as_uri())
         tab.wait("document.readyState === 'complete' && document.querySelectorAll('figure').length === 14")
         assert tab.evaluate("document.documentElement.scrollWidth") <= width
+        assert tab.evaluate("document.querySelectorAll('svg text').length") > 100
+        assert tab.evaluate(CUT_OFF) == []
         # wide tables scroll in themselves, and the keyboard gets there
         assert tab.evaluate("[...document.querySelectorAll('.scroll')].every(box => box.tabIndex === 0)")
         assert tab.evaluate("[...document.querySelectorAll('svg')].every(svg => svg.getAttribute('aria-label'))")
