@@ -9,6 +9,11 @@ from empo2_jax.report.parts import Chart, chart, is_number
 
 LEARNING, MODES, OPTIMIZATION, MEMORY, COST = "Learning", "Modes", "Optimization", "Memory and novelty", "Cost"
 
+_OFF_ALONE = (
+    ' With memory.placement = "history" there is no line on_memory: of off-policy episodes alone the trainer has '
+    "log-probs without tips."
+)
+
 # Section, title, pattern of the metric names (the label is what the groups match), what the chart says.
 CHARTS: tuple[tuple[str, str, str, str], ...] = (
     (LEARNING, "Score", r"(episode|val)/score", "Points; training episodes and the panel without memory."),
@@ -32,19 +37,21 @@ CHARTS: tuple[tuple[str, str, str, str], ...] = (
         MODES,
         "With tips against without: KL",
         r"empo2/(off|on_memory)/kl_tips_vs_bare",
-        "Mean log-prob of the sampled tokens with tips less without, nats: an estimate of KL(with ‖ without).",
+        "Mean log-prob of the sampled tokens with tips less without, nats: an estimate of KL(with ‖ without)."
+        + _OFF_ALONE,
     ),
     (
         MODES,
         "With tips against without: ratio",
         r"empo2/(off|on_memory)/bare_ratio",
-        "Mean of π(without tips) / π(with tips) over sampled tokens; 1 is expected, less means rare tokens carry it.",
+        "Mean of π(without tips) / π(with tips) over sampled tokens; 1 is expected, less means rare tokens carry it."
+        + _OFF_ALONE,
     ),
     (
         MODES,
         "With tips against without: sample size",
         r"empo2/(off|on_memory)/bare_ess",
-        "Effective share of tokens that importance sampling from with to without tips would be left with.",
+        "Effective share of tokens that importance sampling from with to without tips would be left with." + _OFF_ALONE,
     ),
     (OPTIMIZATION, "Entropy", r"actor/(entropy)", "Nats per token."),
     (OPTIMIZATION, "Gradient norm", r"actor/(grad_norm)", "Before clipping."),

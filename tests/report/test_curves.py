@@ -47,6 +47,14 @@ def test_evaluations_stand_beside_training_and_gaps_are_named() -> None:
     assert "Entropy" in curves(OPTIMIZATION, [{"iteration": 1, "actor/entropy": "nan"}], [])[1]
 
 
+def test_charts_of_both_prompts_say_why_a_mode_may_be_missing() -> None:
+    names = ("kl_tips_vs_bare", "bare_ratio", "bare_ess", "ratio")
+    drawn, _ = curves(MODES, [{"iteration": 1} | {f"empo2/off/{name}": 0.5 for name in names}], [])
+    said = 'With memory.placement = "history" there is no line on_memory: '
+    assert [said in chart.note for chart in drawn] == [False, True, True, True]
+    assert drawn[1].table is not None and drawn[1].table.columns == ["iteration", "off"]
+
+
 def test_score_by_time_adds_up_minutes() -> None:
     metrics = [{"timing_s/iteration": 60.0, "episode/score": 1.0}, {"timing_s/iteration": 30.0, "episode/score": 2.0}]
     chart = score_by_time(metrics)
