@@ -152,10 +152,11 @@ def _seed(config: Config) -> int:
 
 def _origin(config: Config) -> str:
     """Hash of all settings that a start depends on."""
+    seen = config.warmstart.variations or config.env.train_variations
     parts = {
         "seed": _seed(config),
         "model": config.model.path,
-        "env": config.env.model_dump(exclude={"workers", "step_timeout_s"}),
+        "env": config.env.model_dump(exclude={"workers", "step_timeout_s"}) | {"train_variations": seen},
         "warmstart": config.warmstart.model_dump(exclude={"checkpoint_every", "seed", "shared_dir"}),
         "update": config.update.model_dump(include={"buckets", "micro_batch_tokens"}),
     }

@@ -111,6 +111,7 @@ def test_a_start_may_see_more_problems_than_are_trained_on(tmp_path: Path):
     config = tiny(*options, "env.train_variations=2")
     folder = ensure_start(config, toy.family(variations=2), tmp_path / "start")
     assert json.loads((folder / "imitation.json").read_text())["transcripts"] == 5
+    assert ensure_start(tiny(*options, "env.train_variations=3"), toy.family(), folder) == folder  # all the same to it
 
 
 def test_transcripts_that_are_too_long_are_counted_aloud(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
