@@ -57,13 +57,15 @@ class WarmstartConfig(Section):
     num_kv_heads: Positive = Field(2, description="random init: key/value heads")
     intermediate_size: Positive = Field(256, description="random init: feed-forward width")
 
-    @field_validator("source", mode="before")
+    @field_validator("source", "kinds", mode="before")
     @classmethod
     def _one_or_many(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _check(self) -> "WarmstartConfig":
+        if self.kinds and DEMONSTRATIONS not in self.source:
+            raise ValueError(f"warmstart.kinds are of {DEMONSTRATIONS}, which warmstart.source does not name")
         if self.patience and not self.held_out:
             raise ValueError(f"warmstart.patience = {self.patience} needs warmstart.held_out above 0")
         if self.hidden_size % self.num_heads or self.num_heads % self.num_kv_heads:

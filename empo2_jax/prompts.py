@@ -5,6 +5,8 @@ What an environment says (first turn, next turn, request for a tip) stands in it
 
 from collections.abc import Sequence
 
+_HEADING = "\n\nTips from earlier episodes , best first :\n"
+
 
 def tip_entry(tip: str, action: str, score: float) -> str:
     """Content of a memory entry: the tip, the action taken at its step and the episode's final score out of 100."""
@@ -18,6 +20,9 @@ def tip_of(entry: str) -> str:
 
 def tips_block(tips: Sequence[str]) -> str:
     """Text appended to the user turn at which the tips were retrieved; "" without tips."""
-    if not tips:
-        return ""
-    return "\n\nTips from earlier episodes , best first :\n" + "\n".join(f"- {tip}" for tip in tips)
+    return _HEADING + "\n".join(f"- {tip}" for tip in tips) if tips else ""
+
+
+def without_tips(turn: str) -> str:
+    """The user turn before the block of tips was appended."""
+    return turn.partition(_HEADING)[0]

@@ -45,6 +45,7 @@ from empo2_jax.models.qwen2_config import Qwen2Config
 from empo2_jax.models.sharding import visible_devices
 from empo2_jax.models.word_tokenizer import pieces_of, write_word_tokenizer
 from empo2_jax.progress import RunProgress, note
+from empo2_jax.prompts import without_tips
 from empo2_jax.randomness import generator
 from empo2_jax.rollout.chat import Chat
 from empo2_jax.run_record import identity
@@ -268,9 +269,8 @@ def train(
     if not rows or (apart and not measured):
         raise DataError(f"warmstart: no transcript fits the largest of update.buckets = {update.buckets[-1]}")
     if left_out := len(chats) - len(rows) - len(measured):
-        note(
-            f"warm start: {left_out} of {len(chats)} transcripts are longer than update.buckets = {update.buckets[-1]}"
-        )
+        longest = f"the largest of update.buckets = {update.buckets[-1]}"
+        note(f"warm start: {left_out} of {len(chats)} transcripts are longer than {longest}, and left out")
     graphdef, params = nnx.split(policy.model)
     learner = Learner(
         graphdef,
@@ -360,6 +360,8 @@ def transcripts(family: EnvironmentFamily, config: WarmstartConfig, seed: int) -
 
 
 def _demonstrations(family: EnvironmentFamily, config: WarmstartConfig, seed: int) -> list[list[Message]]:
+    if not config.kinds:
+        return family.demonstrations("train", config.demonstrations, seed)
     if unknown := set(config.kinds) - set(family.demonstration_kinds):
         known = ", ".join(family.demonstration_kinds) or "none to choose from"
         raise ConfigError(f"warmstart.kinds: {family.name} has no {min(unknown)!r}; its kinds are {known}")
@@ -369,17 +371,21 @@ def _demonstrations(family: EnvironmentFamily, config: WarmstartConfig, seed: in
 def hold_out(chats: Transcripts, share: float, seed: int) -> tuple[Transcripts, Transcripts]:
     """Transcripts to learn from, and those of a share of the problems (first turns) that only measure the loss.
 
+    A problem is the same with tips and without.
+
     Raises:
         ConfigError: fewer than two problems.
     """
     if not share:
         return chats, []
-    problems = list(dict.fromkeys(chat[0].content for chat in chats))
+    problem_of = [without_tips(chat[0].content) for chat in chats]
+    problems = list(dict.fromkeys(problem_of))
     if len(problems) < 2:
         raise ConfigError(f"warmstart.held_out = {share}: one problem alone; at least two are needed")
     count = min(max(1, round(share * len(problems))), len(problems) - 1)
     apart = {problems[index] for index in generator(seed, "held-out").permutation(len(problems))[:count]}
-    return [chat for chat in chats if chat[0].content not in apart], [c for c in chats if c[0].content in apart]
+    learned = [chat for chat, problem in zip(chats, problem_of, strict=True) if problem not in apart]
+    return learned, [chat for chat, problem in zip(chats, problem_of, strict=True) if problem in apart]
 
 
 def _rows(chat: Chat, chats: Transcripts, context_weight: float, longest: int) -> list[Row]:

@@ -1,5 +1,7 @@
 """Names in the configuration become objects, or one clear error."""
 
+from pathlib import Path
+
 import pytest
 
 from empo2_jax.assembly import check_engine, load_policy, make_family, make_index, model_folder, session_length
@@ -16,6 +18,18 @@ def test_unknown_environment_is_named() -> None:
     config = parse_config({"env": {"name": "toys"}})
     with pytest.raises(ConfigError, match=r"toys.*no such environment"):
         make_family(config)
+
+
+def test_a_family_that_lacks_something_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lackings").mkdir()
+    (tmp_path / "lackings" / "world.py").write_text(
+        "class Family:\n    name = ''\n\n\ndef from_config(config, panel, workers):\n    return Family()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(
+        ConfigError, match=r"its family lacks max_score, demonstration_kinds, tasks, .*, close; see docs"
+    ):
+        make_family(parse_config({"env": {"name": "lackings.world"}}))
 
 
 def test_unknown_task_names_the_nearest() -> None:

@@ -17,6 +17,7 @@ from empo2_jax.envs import toy
 from empo2_jax.envs.base import EnvironmentFamily
 from empo2_jax.errors import ConfigError, DataError
 from empo2_jax.models.hf_weights import load_model
+from empo2_jax.prompts import tips_block
 from empo2_jax.types import Message, Row
 from empo2_jax.warmstart import Progress, answer_row, ensure_start, hold_out, make_start, transcripts
 from tests.fixtures.worlds import word_chat, word_tokenizer
@@ -121,7 +122,7 @@ def test_transcripts_that_are_too_long_are_counted_aloud(tmp_path: Path, capsys:
     longest = lengths[5]
     ensure_start(tiny(f"update.buckets=[{longest}]", f"rollout.max_length={longest}"), toy.family(), tmp_path / "start")
     left_out = sum(length > longest for length in lengths)
-    told = f"warm start: {left_out} of 12 transcripts are longer than update.buckets = {longest}"
+    told = f"{left_out} of 12 transcripts are longer than the largest of update.buckets = {longest}, and left out"
     assert left_out > 0 and told in capsys.readouterr().err
 
 
@@ -157,6 +158,8 @@ def test_gold_paths_and_runs_are_filtered_and_come_in_the_order_of_the_sources(t
             tiny("warmstart.source=gold", "warmstart.max_steps=1", "warmstart.demonstrations=3").warmstart,
             0,
         )
+    with pytest.raises(ConfigError, match=r"warmstart\.kinds are of demonstrations, which warmstart\.source does not"):
+        tiny("warmstart.source=gold", "warmstart.kinds=tips")
     with pytest.raises(ConfigError, match=r"warmstart\.kinds: toy has no 'tips'; its kinds are none to choose from"):
         transcripts(toy.family(), tiny('warmstart.kinds=["tips"]').warmstart, 0)
     with pytest.raises(DataError, match="no recorded episodes"):
@@ -172,6 +175,8 @@ def test_whole_problems_are_held_out():
         p + a for p in "abcd" for a in "xy"
     ]
     assert hold_out(chats, 0.25, seed=0) == (learned, apart)
+    told = [[Message("user", chat[0].content + tips_block(["x"])), chat[1]] for chat in chats]
+    assert [len(part) for part in hold_out([*chats, *told], 0.25, seed=0)] == [12, 4]  # with tips and without
     assert hold_out(chats, 0.0, seed=0) == (chats, [])
     assert len(hold_out(chats, 0.99, seed=0)[0]) == 2  # something is left to learn from
     with pytest.raises(ConfigError, match="one problem alone"):

@@ -19,9 +19,14 @@ def make_family(config: EnvConfig, *, panel: int = 20, workers: int = 1) -> Envi
         workers: Simulators kept for episodes that run at once.
 
     Raises:
-        ConfigError: no such environment, or its package is not installed.
+        ConfigError: no such environment, its package is not installed, or what it gives is no family.
     """
-    return environment_module(config).from_config(config, panel=panel, workers=workers)
+    family = environment_module(config).from_config(config, panel=panel, workers=workers)
+    if not isinstance(family, EnvironmentFamily):
+        wanted = [name for name in (*EnvironmentFamily.__annotations__, *vars(EnvironmentFamily)) if name[0] != "_"]
+        missing = ", ".join(name for name in wanted if name not in dir(family))
+        raise ConfigError(f"env.name = {config.name!r}: its family lacks {missing}; see docs/extending.md")
+    return family
 
 
 def environment_module(config: EnvConfig) -> ModuleType:

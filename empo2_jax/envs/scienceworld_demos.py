@@ -1,11 +1,11 @@
 """Chats for the supervised warm start: gold paths replayed in the real simulator, with detours, failures and tips.
 
 Four kinds take turns: the gold path; the gold path with harmless detours; the gold path with the tip of an earlier
-success in every turn, as memory shows it; a stay that explores, tries a deed or two and ends early, every second time
-with the tip of another such stay. Each closes with the request for a tip and a truthful tip by rule, so that a small
-model learns to act, to use tips and to write them. Tips and exploration alone make a newcomer, who knows how to solve
-nothing but what a tip tells. Gold paths come from a Java process of their own (generating them would slow every later
-reset of a stepping one) and are cached as JSON.
+success in every turn, as memory shows it; a stay that explores, sometimes tries deeds blindly and ends early, every
+second time with the tip of another such stay. Each closes with the request for a tip and a truthful tip by rule, so
+that a small model learns to act, to use tips and to write them. Tips and exploration alone make a newcomer, who hardly
+ever saw a solution without a tip. Gold paths come from a Java process of their own (generating them would slow every
+later reset of a stepping one) and are cached as JSON.
 """
 
 import json
@@ -154,9 +154,10 @@ def detours(gold: Sequence[str], rng: np.random.Generator) -> list[str]:
 
 
 def exploration(gold: Sequence[str], rng: np.random.Generator) -> list[str]:
-    """A stay on the way of the path that tries deeds of it blindly: every second one tries one, every eighth another.
+    """A stay on the way of the path that tries deeds of it blindly: one in every second stay, one in every eighth.
 
-    None is tried where one alone is the solution.
+    They are drawn on their own, so that one stay in 64 does two in the right order, a solution where there are no
+    others. None is tried where one alone is the solution.
     """
     walk = [action for action in gold if action.startswith(_HARMLESS_GOLD)][:4]
     deeds = [action for action in gold if not action.startswith((*_HARMLESS_GOLD, "wait")) and not action.isdigit()]
