@@ -65,7 +65,7 @@ class Batcher:
             burst: Tokens between two moments at which jobs can join or leave.
         """
         self.counts = Counts()
-        self.failure: MemoryError | RuntimeError | None = None  # of the engine, which ended the thread
+        self.failure: MemoryError | RuntimeError | None = None  # of the engine or a call; it ended the thread
         self._engine, self._burst = engine, burst
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._arriving: dict[str, Ticket] = {}  # of all unfinished jobs, by rid
@@ -136,7 +136,8 @@ class Batcher:
         """Have the thread call `function` between two bursts.
 
         Args:
-            function: Its result or Empo2Error goes into the future.
+            function: Its result or Empo2Error goes into the future; any other error ends the thread, and the future
+                has an EngineError then.
             when_idle: Only once no job runs; no job is admitted before. A paused thread calls it at once.
         """
         command = _Command(function, when_idle)
@@ -204,8 +205,8 @@ class Batcher:
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self._abort(lambda rid: True)
         while command := self._runnable_command():
-            self._commands.remove(command)
             self._carry_out(command)
+            self._commands.popleft()  # after an error that ends the thread it is still there, and learns of the end
         if self._can_run():
             self._run()
         return self._deadline is None or bool(self._running or self._waiting or self._commands)

@@ -296,6 +296,8 @@ async def _update(request: Request, body: bytes) -> Response:
                 served.batcher.abort(lambda rid: True)
             await _wait(served.batcher.call(lambda: _install(served, weights, asked), when_idle=True))
         except Empo2Error as error:
+            if not served.batcher.alive:
+                raise
             kept = (
                 "the old ones are served" if served.holds_weights else "and the old ones were given back: none is there"
             )

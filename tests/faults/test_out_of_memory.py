@@ -59,14 +59,19 @@ def test_a_device_without_memory_ends_in_one_line_and_loses_nothing(tmp_path: Pa
 
 
 @pytest.mark.medium
-def test_a_server_without_memory_answers_and_ends_in_one_line(tmp_path: Path) -> None:
-    exhausted = program("rollout.jax_engine:JaxEngine:decode", 1)  # it begins with one, to warm up
-    with running_server(tiny_folder(tmp_path / "model"), "--slots", "2", program=exhausted) as server:
-        response = server.post("/generate", input_ids=tiny_prompt(5), sampling_params={"max_new_tokens": 3})
+@pytest.mark.parametrize(("method", "place"), [("decode", "batching.py (_run)"), ("load", "http_api.py (_install)")])
+def test_a_server_without_memory_answers_and_ends_in_one_line(method: str, place: str, tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "model")
+    exhausted = program(f"rollout.jax_engine:JaxEngine:{method}", 1)  # it begins with one of each
+    with running_server(folder, "--slots", "2", program=exhausted) as server:
+        if method == "load":
+            response = server.post("/update_weights_from_disk", model_path=str(folder))
+        else:
+            response = server.post("/generate", input_ids=tiny_prompt(5), sampling_params={"max_new_tokens": 3})
         assert response.status_code == 503
         assert "the engine has stopped" in response.text
         _, errors = server.process.communicate(timeout=LIMIT_S)
     assert server.process.returncode == 2
     (line,) = errors.splitlines()
-    assert line.startswith("error: the device is out of memory in rollout/batching.py (_run): RESOURCE_EXHAUSTED: ")
+    assert line.startswith(f"error: the device is out of memory in rollout/{place}: RESOURCE_EXHAUSTED: ")
     assert line.endswith(ADVICE)

@@ -274,3 +274,22 @@ def test_a_dying_engine_fails_everybody_who_waits():
     batcher.join(20.0)
     assert not batcher.alive and never.done()
     assert str(batcher.failure) == "the device is gone"
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), RuntimeError("the device is gone")])
+def test_a_command_that_ends_the_thread_fails_itself_and_all_others(error):
+    def load():
+        raise error
+
+    batcher = Batcher(CountingEngine(), burst=1)
+    calls, held = [], threading.Event()
+    batcher.call(lambda: held.wait(20))
+    first, second = batcher.call(load), batcher.call(lambda: calls.append("second"))
+    waiting = ticket(1, 5)
+    batcher.submit([waiting])
+    held.set()
+    for future in (first, second, waiting.future):
+        with pytest.raises(EngineError, match="has stopped"):
+            future.result(20)
+    batcher.join(20.0)
+    assert batcher.failure is error and not batcher.alive and calls == []

@@ -257,6 +257,22 @@ def test_a_load_that_fails_says_which_weights_are_left(served):
     talk(served, conversation)
 
 
+@pytest.mark.parametrize("error", [MemoryError("no room"), RuntimeError("RESOURCE_EXHAUSTED: Out of memory")])
+def test_a_load_that_ends_the_engine_is_answered(served, error):
+    def install(weights, policy_version):
+        raise error
+
+    async def conversation(client):
+        served.install = install
+        for _ in range(2):  # the thread is gone the second time
+            response = await asyncio.wait_for(client.post("/update_weights_from_disk", json={"model_path": "good"}), 20)
+            assert response.status_code == 503
+            assert response.json()["error"]["message"] == "the engine has stopped"
+        assert served.batcher.failure is error
+
+    talk(served, conversation)
+
+
 def test_a_draining_or_broken_server_says_so(served):
     async def conversation(client):
         served.draining = True
