@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 GUIDE = "see docs/troubleshooting.md#"  # a section of it
 _PACKAGE = Path(__file__).parent
-_EXHAUSTED = ("RESOURCE_EXHAUSTED", "OUT_OF_MEMORY", "OUT OF MEMORY")  # in a device's errors, in capitals
 _ALLOWED = {  # by pydantic's name of the problem; other problems keep pydantic's words
     "int_type": "a whole number is allowed",
     "float_type": "a number is allowed",
@@ -129,12 +128,20 @@ def in_one_line(error: Empo2Error | OSError | MemoryError | RuntimeError) -> str
         return _out_of_memory("the host", error)
     if isinstance(error, OSError):
         return f"{error.filename}: {error.strerror or error}" if error.filename else error.strerror or str(error)
-    return _out_of_memory("the device", error) if any(text in str(error).upper() for text in _EXHAUSTED) else None
+    return _out_of_memory("the device", error) if _is_about_memory(error) else None
+
+
+def _is_about_memory(error: RuntimeError) -> bool:
+    """Whether a device had no room; RESOURCE_EXHAUSTED alone may also be a limit of gRPC on its messages."""
+    text = str(error).upper()
+    exhausted = "RESOURCE_EXHAUSTED" in text and ("MEMORY" in text or "ALLOCAT" in text)
+    return not isinstance(error, RecursionError) and (exhausted or "OUT OF MEMORY" in text.replace("_", " "))
 
 
 def _out_of_memory(place: str, error: Exception) -> str:
-    """Where it happened is the innermost line of this package; of what was said, the first line."""
+    """Where it happened is the innermost line of this package; of what was said, the first line with words."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _PACKAGE in Path(frame.filename).parents]
     where = f" in {Path(frames[-1].filename).relative_to(_PACKAGE)} ({frames[-1].name})" if frames else ""
-    said = f": {str(error).splitlines()[0].rstrip('.')}" if str(error) else ""
+    words = str(error).strip()
+    said = f": {words.splitlines()[0].rstrip('. ')}" if words else ""
     return f"{place} is out of memory{where}{said}; `empo2 plan` says what takes how much, {GUIDE}out-of-memory"

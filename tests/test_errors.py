@@ -89,8 +89,15 @@ XLA, ADVICE = (
         ),
         (XLA("INTERNAL: CUDA_ERROR_OUT_OF_MEMORY"), "the device is out of memory: INTERNAL: CUDA_ERROR_OUT_OF_MEMORY"),
         (XLA("Ran out of memory in space hbm"), "the device is out of memory: Ran out of memory in space hbm"),
+        (
+            XLA("RESOURCE_EXHAUSTED: Failed to allocate request for 2.0GiB"),
+            "the device is out of memory: RESOURCE_EXHAUSTED: Failed to allocate request for 2.0GiB",
+        ),
+        (XLA("\n \n  Out of memory. \nPeak:"), "the device is out of memory: Out of memory"),
+        (MemoryError(" \n"), "the host is out of memory"),
+        (XLA("RESOURCE_EXHAUSTED: Received message larger than max (5 vs. 4)"), None),  # of gRPC
         (XLA("INTERNAL: a bug"), None),
-        (RecursionError("a bug"), None),
+        (RecursionError("out of memory"), None),
     ],
 )
 def test_what_is_no_bug_is_one_line(error: Any, line: str | None) -> None:
