@@ -111,8 +111,8 @@ def warn_of_trends(newest: Sequence[Mapping[str, Any]]) -> None:
     tied = [equal + phantom for equal, phantom, _ in ends]
     if 2 * len(ends) >= PERIOD and fmean(tied) >= TIED > fmean(success for _, _, success in ends):
         _log.warning(
-            "%.0f %% of the groups of the last %d iterations ended with equal returns: nothing is learned from them, "
-            "or how to be new alone; %sgroups-that-all-fail",
+            "%.0f %% of the groups of the last %d iterations ended with equal returns: their episodes have no "
+            "advantage, or for novelty alone; %sgroups-that-all-fail",
             100 * fmean(tied),
             PERIOD,
             GUIDE,

@@ -98,7 +98,7 @@ def record(iteration: int, **changed: float | str) -> dict[str, Any]:
         (0.9, 0.0, 0.0, "90 % of the groups"),
         (0.25, 0.75, 0.0, "100 % of the groups"),  # that novelty differs does not help
         (0.875, 0.0, 0.0, ""),
-        (1.0, 0.0, 0.5, "100 % of the groups"),  # half of the tasks are solved, of the others nothing is learned
+        (1.0, 0.0, 0.5, "100 % of the groups"),  # half of the tasks are solved, the others never
         (1.0, 0.0, 0.9, ""),  # there is nothing left to learn
         ("nan", 0.0, 0.0, ""),
     ],

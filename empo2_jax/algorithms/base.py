@@ -84,7 +84,8 @@ def group_metrics(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
 
     `reward/*` is the extrinsic return in points, `reward/intrinsic_mean` the novelty part, `novelty/bonus_mean` the
     same per step. Of the groups with at least 2 valid members, `group/all_equal` is the share whose returns do not
-    differ (they teach nothing), and `group/phantom` the share whose extrinsic returns do not differ while novelty does.
+    differ (no episode has an advantage; steps may have one in GiGPO), and `group/phantom` the share whose extrinsic
+    returns do not differ while novelty does.
     `group/shared_states` is the share of steps (acted without tips) that began in a state in which another step of
     their group began too: the only ones with a step advantage in GiGPO.
     `memory/tip_tokens` is the length of the tips that were written: it falls where they become fragments.

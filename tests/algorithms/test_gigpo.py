@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from empo2_jax.algorithms import gigpo, grpo
+from empo2_jax.algorithms.base import group_metrics
 from empo2_jax.config import AlgorithmConfig
 from empo2_jax.types import EpisodeGroup, Mode, StopReason
 from tests.fixtures.episodes import make_episode, make_group
@@ -44,6 +45,14 @@ def test_a_state_visited_twice_in_one_episode_is_compared_with_itself() -> None:
     walk = make_episode([[5], [6], [7]], rewards=[0.0, 0.0, 4.0], anchors=["a", "b", "a"])  # G = 1, 2, 4
     found = gigpo.step_advantages(make_group(walk), POINTS)
     np.testing.assert_allclose(found, [[-1.5, 0, 1.5]])
+
+
+def test_episodes_of_equal_returns_are_told_apart_by_their_steps() -> None:
+    slow = make_episode([[5], [6]], rewards=[0.0, 8.0], anchors=["a", "b"])  # G = 4, 8; at `a` the mean is 6
+    tied = make_group(slow, make_episode([[5]], rewards=[8.0], anchors=["a"]))
+    assert group_metrics([tied])["group/all_equal"] == 1.0
+    assert [values.tolist() for values in grpo.advantages([tied], POINTS)] == [[0.0, 0.0], [0.0]]
+    assert [values.tolist() for values in gigpo.advantages([tied], POINTS)] == [[-1.0, 0.0], [1.0]]
 
 
 def test_groups_are_apart_and_invalid_episodes_are_out() -> None:
