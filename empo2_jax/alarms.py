@@ -136,8 +136,9 @@ def warn_of_trends(newest: Sequence[Mapping[str, Any]]) -> None:
 def _cost_of_memory(record: Mapping[str, Any]) -> list[tuple[float, float]]:
     """Points that episodes drawn to act with memory had less than the others, and the deviation of all rewards.
 
-    Nothing where one of the two kinds is missing. `memory/utility` compares those that saw a tip instead, and who
-    stays longer in familiar states sees more of them.
+    Nothing where one of the two kinds is missing, as always with `algorithm.mode_scope = "iteration"`: other iterations
+    have other tasks and weights, which would pass for the cost of memory. `memory/utility` compares those that saw a
+    tip instead, and who stays longer in familiar states sees more of them.
     """
     share, reward = "empo2/{}/share", "empo2/{}/reward"
     modes = [mode.label for mode in (Mode.ON_POLICY_WITH_MEMORY, Mode.OFF_POLICY)]

@@ -141,6 +141,18 @@ def test_five_of_ten_iterations_are_enough_and_four_are_not(caplog: pytest.LogCa
     assert "had 20.0 points less" in caplog.text
 
 
+def test_iterations_of_one_mode_are_compared_with_none(caplog: pytest.LogCaptureFixture) -> None:
+    """One draw per iteration: with memory 0 points in every other one, without it 20."""
+
+    def of_one_mode(iteration: int) -> dict[str, Any]:
+        own = {"empo2/on/reward": 20.0} if iteration % 2 else {"empo2/off/reward": 0.0, "empo2/off/share": 1.0}
+        rest = {key: value for key, value in record(iteration).items() if not key.startswith("empo2/")}
+        return rest | own
+
+    warn_of_trends([of_one_mode(1 + n) for n in range(PERIOD)])
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("cut", [9, 10, 13, 19])
 def test_a_run_that_was_killed_says_the_same(cut: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def play(folder: Path, cursor: dict[str, int], last: int) -> dict[str, int]:
