@@ -25,7 +25,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from empo2_jax.errors import Empo2Error, EngineError
+from empo2_jax.errors import Empo2Error, EngineError, in_one_line
 from empo2_jax.randomness import words
 from empo2_jax.rollout.base import MEMORY_PARTS, MemoryPart
 from empo2_jax.rollout.batching import Batcher, PauseMode, Ticket
@@ -295,13 +295,14 @@ async def _update(request: Request, body: bytes) -> Response:
             if asked.abort_all_requests:
                 served.batcher.abort(lambda rid: True)
             await _wait(served.batcher.call(lambda: _install(served, weights, asked), when_idle=True))
-        except Empo2Error as error:
-            if not served.batcher.alive:
+        except (Empo2Error, MemoryError, RuntimeError) as error:
+            line = in_one_line(error)
+            if line is None or not served.batcher.alive:
                 raise
             kept = (
                 "the old ones are served" if served.holds_weights else "and the old ones were given back: none is there"
             )
-            message = f"weights not updated, {kept}: {' '.join(str(error).split())}"
+            message = f"weights not updated, {kept}: {line}"
             return JSONResponse({"success": False, "message": message, "error": {"message": message}}, 400)
     message = f"serving {asked.model_path} as version {served.weight_version}"
     return JSONResponse({"success": True, "message": message, "num_paused_requests": served.batcher.running})

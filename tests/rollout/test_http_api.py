@@ -54,6 +54,8 @@ class PlainEngine:
 
 
 def read(folder):
+    if folder == "large":
+        raise MemoryError("no room")
     if folder == "bad":
         raise DataError("bad: tensor model.norm.weight\nis missing")
     return folder
@@ -243,9 +245,10 @@ def test_a_label_memory_and_checksums_are_told_and_changed(served):
 
 def test_a_load_that_fails_says_which_weights_are_left(served):
     async def conversation(client):
-        async def said():
-            return (await client.post("/update_weights_from_disk", json={"model_path": "bad"})).json()["message"]
+        async def said(folder="bad"):
+            return (await client.post("/update_weights_from_disk", json={"model_path": folder})).json()["message"]
 
+        assert "the old ones are served: the host is out of memory" in await said("large")
         await client.post("/release_memory_occupation", json={"tags": ["kv_cache"]})
         assert (await said()).startswith("weights not updated, the old ones are served: bad: ")
         await client.post("/release_memory_occupation", json={"tags": ["weights"]})
