@@ -11,6 +11,7 @@ from empo2_jax.planning import (
     GIB,
     MOST_DEVICES,
     SHARE,
+    WORLD_S,
     Plan,
     plan_on,
     preset,
@@ -53,7 +54,7 @@ def lines(plan: Plan, config: Config) -> list[str]:
         f"  sampling {plan.sampling:.1f} s or more, if weights are gathered and read once a token"
         if plan.kv
         else "  sampling: the servers' affair",
-        *(_expected(plan) if plan.kv else ()),
+        *_expected(plan, config),
     ]
     if plan.devices > chip.host * plan.processes:
         text.append(
@@ -72,12 +73,17 @@ def lines(plan: Plan, config: Config) -> list[str]:
     return text if plan.fits else [*text, *(f"  {hint}" for hint in _hints(plan, config))]
 
 
-def _expected(plan: Plan) -> Iterator[str]:
-    """One figure for an iteration, and what it assumes."""
-    yield (
-        f"  expected {plan.seconds + plan.rollout:.0f} s: update {plan.seconds:.0f}, rollout {plan.rollout:.0f} "
-        f"(actions and tips at {DECODE_SHARE:.0%} of the bandwidth, prompts, simulators); not measured"
-    )
+def _expected(plan: Plan, config: Config) -> Iterator[str]:
+    """One figure for an iteration, and what it assumes; none without updates or a known rollout."""
+    if not (config.run.iterations and config.algorithm.learns):
+        yield "  this run has no iteration with updates: what they take is counted all the same"
+    elif plan.rollout is not None:
+        sampled = "actions and tips" if plan.tip_steps else "actions"
+        yield (
+            f"  expected {plan.seconds + plan.rollout:.0f} s: update {plan.seconds:.0f}, rollout {plan.rollout:.0f} "
+            f"({sampled} at {DECODE_SHARE:.0%} of the bandwidth, prompts at {plan.share:.0%} of the peak, simulators "
+            f"at {1000 * WORLD_S[config.env.name]:.0f} ms an action); not measured"
+        )
 
 
 def _memory(plan: Plan, config: Config) -> Iterator[tuple[str, int, str]]:

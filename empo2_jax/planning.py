@@ -29,7 +29,7 @@ from empo2_jax.types import TrainBatch
 GIB = 2**30
 SHARE = 0.4  # of the bf16 peak, recomputation not counted: what a well-tuned update reaches
 DECODE_SHARE = 0.5  # of the memory and link bandwidth: an assumption; the rest are launches and latency of collectives
-WORLD_S = 0.017  # CPU of an action in ScienceWorld, docs/adr/0023
+WORLD_S = {"scienceworld": 0.017}  # CPU of an action by `env.name`, where it was measured: docs/adr/0023
 MOST_DEVICES = 1024  # tried when looking for a number that fits
 UNSET: Mesh3 = (1, 1, 1)  # a mesh that leaves the choice to the plan
 ENTRY_TOKENS = 16  # of a tip's entry in the block, beyond the tip and its action
@@ -75,8 +75,8 @@ class Plan:
     traffic: dict[str, float]  # bytes that one device sends for one micro-batch, by what and why
     token_steps: int  # of sampling actions: tokens one after another, each for all slots
     tip_steps: int  # the same of writing tips
-    prompt_flops: float  # of reading what the engine did not sample: each token once, tips at every step
-    worlds: float  # seconds of simulators, all workers busy
+    prompt_flops: float  # of reading whole episodes of `max_length`, their actions too: once; tips at every step
+    worlds: float | None  # seconds of simulators, all workers of all processes busy; None: not measured
     share: float
 
     @property
@@ -134,13 +134,13 @@ class Plan:
         return self.token_steps * self._token
 
     @property
-    def rollout(self) -> float:
+    def rollout(self) -> float | None:
         """Expected seconds of a rollout: actions and tips at `DECODE_SHARE`, prompts at `share`, simulators.
 
-        0 where servers sample: their hardware is not known here.
+        None where servers sample, whose hardware is not known here, or where no simulator's time was measured.
         """
-        if self.published:
-            return 0.0
+        if self.published or self.worlds is None:
+            return None
         decoding = (self.token_steps + self.tip_steps) * self._token / DECODE_SHARE
         samplers = self.processes if self.processes > 1 else self.devices
         return decoding + self.prompt_flops / (self.share * self.chip.flops * samplers) + self.worlds
@@ -248,6 +248,7 @@ def plan_on(
     learning = passes * updates * (plain * rows * padded + sided * shards * padded_both)
 
     waves, p_memory = math.ceil(episodes / (rollout.slots * processes)), config.algorithm.p_memory
+    world, workers = WORLD_S.get(config.env.name), config.env.workers * processes  # of each process its own
     whole = weight_bytes(shape, fsdp, tensor)
     adapter = weight_bytes(shape, fsdp, tensor, lora) if lora.enabled else 0
     trained = adapter or whole
@@ -293,7 +294,7 @@ def plan_on(
         token_steps=waves * actions,
         tip_steps=waves * config.memory.tip_max_tokens if p_memory > 0 else 0,
         prompt_flops=float(episodes * ((1 - p_memory) * bare + p_memory * both)),
-        worlds=episodes * config.env.step_limit * WORLD_S / config.env.workers,
+        worlds=None if world is None else episodes * config.env.step_limit * world / workers,
         share=share,
     )
 

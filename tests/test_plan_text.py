@@ -35,6 +35,7 @@ def test_documents_have_the_expected_seconds_that_the_command_prints(name: str, 
     path = ROOT / "configs" / f"scienceworld_qwen2.5_7b{name}.toml"
     plan = make_plan(load_config(path), chip)
     at_best = plan.model_flops / (plan.share * plan.chip.flops * plan.devices)
+    assert plan.rollout is not None
     expected, update, rollout = (f"{value:.0f}" for value in (plan.seconds + plan.rollout, plan.seconds, plan.rollout))
     head = f"expected to take {expected} s: update {update} s (at best {at_best:.0f}), rollout {rollout} s"
     assert head in path.read_text(encoding="utf-8")
@@ -52,10 +53,33 @@ def test_a_plan_that_fits_says_where_every_byte_goes(capsys: pytest.CaptureFixtu
         "upper estimate (a formula's)",
         "all-reduce of activations (tensor)",
         "59.2 s at 40% of the peak",
-        "expected 214 s: update 104, rollout 110 (actions and tips at 50% of the bandwidth, prompts, simulators)",
+        "expected 214 s: update 104, rollout 110 (actions and tips at 50% of the bandwidth, "
+        "prompts at 40% of the peak, simulators at 17 ms an action); not measured",
     ):
         assert part in shown
     assert shown.endswith("\nfits\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "updates"),
+    [
+        ("baselines/scienceworld_reflexion", False),
+        ("baselines/scienceworld_naive", False),
+        ("baselines/scienceworld_retrospex", False),
+        ("webshop_qwen2.5_7b", True),  # the time of its simulator was not measured
+    ],
+)
+def test_seconds_are_only_expected_where_they_are_known(name: str, updates: bool) -> None:
+    config = load_config(ROOT / "configs" / f"{name}.toml")
+    text = "\n".join(lines(make_plan(config, "h200", 8), config))
+    assert "expected" not in text
+    assert ("this run has no iteration with updates" in text) != updates
+
+
+def test_a_run_without_memory_writes_no_tips() -> None:
+    config = load_config(ROOT / "configs" / "baselines" / "scienceworld_grpo.toml")
+    (line,) = (line for line in lines(make_plan(config, "a100-40"), config) if "expected" in line)
+    assert "(actions at 50% of the bandwidth, prompts at 40% of the peak, simulators at 17 ms an action)" in line
 
 
 def test_a_plan_that_does_not_fit_says_what_would() -> None:

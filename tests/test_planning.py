@@ -24,7 +24,7 @@ SMALL = Qwen2Config(
 PLACE = ("Qwen2.5-7B", QWEN2_5["7B"], HARDWARE["a100-40"], (1, 2, 4))
 SMALL_RUN = {
     "rollout": {"max_length": 8, "max_action_tokens": 1, "tasks_per_iteration": 2, "group_size": 4, "slots": 4},
-    "env": {"step_limit": 2},
+    "env": {"name": "scienceworld", "step_limit": 2},
     "update": {"buckets": [8], "micro_batch_tokens": 32, "minibatch_steps": 8},
     "memory": {"tip_max_tokens": 4},
 }
@@ -139,6 +139,8 @@ def test_a_plan_by_hand() -> None:
     actions_and_tips = 2 * (2 + 4) * token / 0.5  # two waves
     assert plan.worlds == pytest.approx(8 * 2 * 0.017 / small().env.workers)
     assert plan.rollout == pytest.approx(actions_and_tips + prompts + plan.worlds)
+    unmeasured = plan_on(small(env={"name": "toy"}), "small", SMALL, HARDWARE["h100"], (1, 2, 2))
+    assert unmeasured.worlds is unmeasured.rollout is None
 
 
 def test_prompts_with_tips_are_read_at_every_step_and_only_where_there_are_tips() -> None:
@@ -232,6 +234,7 @@ def test_each_process_samples_with_a_whole_copy() -> None:
     assert (two.loading, two.kv) == (two.engine, 4 * one.kv)
     assert two.peak - one.peak == two.engine - one.engine
     assert two.token_steps * 2 == one.token_steps, "twice the slots"
+    assert one.worlds and two.worlds == one.worlds / 2, "and twice the workers"
 
 
 def test_servers_have_the_cache_and_files_have_the_weights() -> None:
@@ -239,7 +242,7 @@ def test_servers_have_the_cache_and_files_have_the_weights() -> None:
         rollout={"engine": "sglang", "servers": ["http://a"]}, model={"compute_dtype": "bfloat16"}, algorithm={}
     )
     plan = plan_on(servers, "small", SMALL, HARDWARE["h100"], (1, 1, 1))
-    assert (plan.engine, plan.kv, plan.kv_tokens, plan.sampling, plan.rollout) == (0, 0, 0, 0.0, 0.0)
+    assert (plan.engine, plan.kv, plan.kv_tokens, plan.sampling, plan.rollout) == (0, 0, 0, 0.0, None)
     assert plan.published == 2 * SMALL.num_parameters
     assert plan.loading == 2 * plan.weights  # handed over, and rounded as servers have it
     own = plan_on(small(model={"compute_dtype": "bfloat16"}), "small", SMALL, HARDWARE["h100"], (1, 1, 1))
