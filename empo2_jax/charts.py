@@ -9,6 +9,7 @@ WIDTH, HEIGHT = 480, 270  # the texts can still be read where a page is as wide 
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 40  # the first at the least: long ticks make it wider
 ASCII, WIDE = 10, 16  # most that a character takes on average, at the 15 units that letters have on a phone
 LEGEND, COLUMN = 276, 200  # most that a label takes, and that one in a legend of two columns does
+LEAST, MOST = 1e-300, 1e307  # of a span; of a value: beyond them sums and steps are no floats
 SIZES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 # Okabe and Ito's palette (safe for color-blind readers), darkened where contrast on white was below 3:1.
 COLORS = ("#0072b2", "#d55e00", "#007a5a", "#a8588a", "#8a6d00", "#2a7fa8", "#333333", "#7a4fbf")
@@ -19,13 +20,13 @@ Bands = Mapping[str, Sequence[tuple[float, float, float]]]  # (x, low, high) by 
 
 
 def line_chart(title: str, series: Mapping[str, Points], x_label: str = "iteration", bands: Bands | None = None) -> str:
-    """An SVG with one line per series and a legend; points that are not finite are left out.
+    """An SVG with one line per series and a legend; points with a NaN or beyond ±1e307 are left out.
 
     Args:
         title: Accessible name of the picture.
         series: Points (x, y) by label, in the order of drawing.
         x_label: Label of the horizontal axis.
-        bands: Intervals around some of the series, drawn behind the lines; those that are not finite are left out.
+        bands: Intervals around some of the series, drawn behind the lines; left out as points are.
 
     Returns:
         Markup, every text escaped; "" when there is no finite point.
@@ -33,9 +34,7 @@ def line_chart(title: str, series: Mapping[str, Points], x_label: str = "iterati
     finite = _finite(series)
     if not finite:
         return ""
-    around = {
-        label: [band for band in (bands or {}).get(label, ()) if all(map(math.isfinite, band))] for label in finite
-    }
+    around = {label: [band for band in (bands or {}).get(label, ()) if all(map(_drawn, band))] for label in finite}
     edges = [(x, y) for band in around.values() for x, *ends in band for y in ends]
     every = [*(point for points in finite.values() for point in points), *edges]
     xs = _span([x for x, _ in every])
@@ -66,21 +65,21 @@ def line_chart(title: str, series: Mapping[str, Points], x_label: str = "iterati
 
 
 def interval_chart(title: str, intervals: Mapping[str, tuple[float, float, float]], zero: bool = False) -> str:
-    """An SVG with one row per label: a dot at the value, a bar from the low to the high end where they are finite.
+    """An SVG with one row per label: a dot at the value, a bar from the low to the high end where they can be drawn.
 
     Args:
         title: Accessible name of the picture.
-        intervals: (value, low, high) by label, from top to bottom.
+        intervals: (value, low, high) by label, from top to bottom; NaN and what is beyond ±1e307 is not drawn.
         zero: Whether the axis includes 0, with a line there.
 
     Returns:
-        Markup, every text escaped; "" without any interval.
+        Markup, every text escaped; "" with nothing to draw.
     """
-    if not intervals:
+    ends = [x for row in intervals.values() for x in row if _drawn(x)]
+    if not ends:
         return ""
-    ends = [x for row in intervals.values() for x in row if math.isfinite(x)] + ([0.0] if zero else [])
     left, height = max(190, 12 + max(_text_width(_cut(label)) for label in intervals)), 26 * len(intervals)
-    at = _ticks_within(*_span(ends), WIDTH - left - RIGHT)
+    at = _ticks_within(*_span([*ends, 0.0] if zero else ends), WIDTH - left - RIGHT)
     span = (at[0], at[-1])
 
     def place(x: float) -> float:
@@ -96,10 +95,11 @@ def interval_chart(title: str, intervals: Mapping[str, tuple[float, float, float
     for number, (label, (value, low, high)) in enumerate(intervals.items()):
         y, color = 26 * number + 18, COLORS[0]
         parts.append(f'<text x="{left - 10}" y="{y + 4}" text-anchor="end">{escape(_cut(label))}</text>')
-        if math.isfinite(low) and math.isfinite(high):
+        if _drawn(low) and _drawn(high):
             line = f'<line x1="{place(low):.1f}" x2="{place(high):.1f}" y1="{y}" y2="{y}" stroke="{color}"'
             parts.append(f'{line} stroke-width="3"/>')
-        parts.append(f'<circle cx="{place(value):.1f}" cy="{y}" r="4.5" fill="{color}"/>')
+        if _drawn(value):
+            parts.append(f'<circle cx="{place(value):.1f}" cy="{y}" r="4.5" fill="{color}"/>')
     return "".join([*parts, "</svg>"])
 
 
@@ -108,8 +108,8 @@ def scatter_chart(title: str, groups: Mapping[str, Sequence[tuple[float, float, 
 
     Args:
         title: Accessible name of the picture.
-        groups: Points (x, y, radius) by label; those that are not finite are left out. Each label has a color and a
-            small shift of its own, so that equal places of several labels are all seen.
+        groups: Points (x, y, radius) by label; those with a NaN or beyond ±1e307 are left out. Each label has a
+            color and a small shift of its own, so that equal places of several labels are all seen.
 
     Returns:
         Markup, every text escaped; "" when there is no finite point.
@@ -137,7 +137,7 @@ def scatter_chart(title: str, groups: Mapping[str, Sequence[tuple[float, float, 
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """About `count` round values that enclose [low, high], low < high."""
+    """About `count` round values that enclose [low, high], at least `LEAST` apart and within ±2 `MOST`."""
     raw = (high - low) / count
     magnitude = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * magnitude for factor in (1, 2, 2.5, 5, 10) if factor * magnitude >= raw * (1 - 1e-9))
@@ -183,9 +183,14 @@ def _ticks_within(low: float, high: float, room: int) -> list[float]:
     return next((at for at, width in zip(choices, widths, strict=True) if width <= room), choices[-1])
 
 
+def _drawn(value: float) -> bool:
+    """Whether it has a place: no NaN, and within ±`MOST`."""
+    return abs(value) <= MOST
+
+
 def _finite(groups: Mapping[str, Sequence[tuple[float, ...]]]) -> dict[str, list[tuple[float, ...]]]:
-    """The points without NaN or infinity, of the labels that have any."""
-    finite = {label: [p for p in points if all(map(math.isfinite, p))] for label, points in groups.items()}
+    """The points whose numbers have a place, of the labels that have any."""
+    finite = {label: [p for p in points if all(map(_drawn, p))] for label, points in groups.items()}
     return {label: points for label, points in finite.items() if points}
 
 
@@ -213,9 +218,9 @@ def _legend_place(number: int, columns: int) -> tuple[int, int]:
 def _span(values: list[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
     size = max(abs(low), abs(high))
-    if high - low > 1e-9 * size:  # less is rounding, and has no distinct ticks
+    if high - low > max(1e-9 * size, LEAST):  # less is rounding, and has no distinct ticks
         return low, high
-    pad = size * 0.1 or 1.0
+    pad = size * 0.1 if size > 10 * LEAST else 1.0
     return low - pad, high + pad
 
 

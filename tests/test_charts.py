@@ -3,12 +3,24 @@
 import re
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from empo2_jax.charts import COLORS, interval_chart, line_chart, scatter_chart, tick_texts, ticks
 
 
 @pytest.mark.parametrize(
-    "values", [[0.9999999999999999, 1.0], [1e-13, 3e-13], [2e-20], [-1e-16, 1e-16], [0.0], [1e300, 2e300], [-5.0, -5.0]]
+    "values",
+    [
+        [0.9999999999999999, 1.0],
+        [1e-13, 3e-13],
+        [2e-20],
+        [-1e-16, 1e-16],
+        [0.0],
+        [1e300, 2e300],
+        [-5.0, -5.0],
+        [5e-324, 1e-310],
+    ],
 )
 def test_every_finite_curve_can_be_drawn(values: list[float]) -> None:
     markup = line_chart("title", {"curve": [(float(x), y) for x, y in enumerate(values)]}, "iteration")
@@ -113,6 +125,25 @@ def test_intervals_are_drawn_where_they_are_finite() -> None:
     assert ">0</text>" not in interval_chart("scores", {"a": (5.0, 4.0, 6.0)})
     assert ">0</text>" in interval_chart("scores", {"a": (5.0, 4.0, 6.0)}, zero=True)
     assert interval_chart("scores", {}) == ""
+    nothing = (float("nan"), float("nan"), float("inf"))
+    assert interval_chart("scores", {"a": nothing}) == interval_chart("scores", {"a": nothing}, zero=True) == ""
+    beside = interval_chart("scores", {"a": nothing, "b": (5.0, 4.0, 6.0)})
+    assert beside.count("<circle") == 1 and ">a</text>" in beside and "nan" not in beside
+
+
+@given(st.lists(st.tuples(*[st.floats()] * 3), min_size=1, max_size=4), st.booleans())
+@example([(1.7e308, -1.7e308, 1.7e308)], False)
+@example([(1e307, -1e307, 1e307)], False)
+@example([(5e-324, 0.0, 1e-309)], False)
+def test_every_float_is_drawn_or_left_out(rows: list[tuple[float, float, float]], zero: bool) -> None:
+    charts = [
+        line_chart("t", {"c": [(x, y) for x, y, _ in rows]}, "x", {"c": rows}),
+        interval_chart("t", {str(number): row for number, row in enumerate(rows)}, zero),
+        scatter_chart("t", {"c": rows}),
+    ]
+    fine = any(abs(x) <= 1e307 for row in rows for x in row)
+    assert bool(charts[1]) == fine
+    assert not re.search("nan|inf", "".join(charts))
 
 
 def test_lines_of_many_series_differ_in_color_or_dashes() -> None:
