@@ -1,7 +1,7 @@
 """Make the runs of notebook 04 and write what it reads: `python notebooks/record_dynamics.py` in the root.
 
-EMPO² and GRPO train on the toy world from the same start, once per seed (a few minutes each on one core; a run that
-is there is continued). `toy_dynamics.jsonl` begins with a line that says what made it (command, configuration and
+EMPO² and GRPO train on the toy world from the same start, once per seed (50 to 100 s each on one core; a run that is
+there is continued). `toy_dynamics.jsonl` begins with a line that says what made it (command, configuration and
 commit); one line per seed, arm and iteration follows, with few digits.
 """
 
