@@ -185,7 +185,7 @@ def _ticks_within(low: float, high: float, room: int) -> list[float]:
 
 def _drawn(value: float) -> bool:
     """Whether it has a place: no NaN, and within ±`MOST`."""
-    return abs(value) <= MOST
+    return bool(abs(value) <= MOST)  # of NumPy's numbers, too
 
 
 def _finite(groups: Mapping[str, Sequence[tuple[float, ...]]]) -> dict[str, list[tuple[float, ...]]]:

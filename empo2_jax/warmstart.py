@@ -25,12 +25,12 @@ from flax import nnx
 
 from empo2_jax import assembly, distributed
 from empo2_jax.alarms import count_skipped
-from empo2_jax.algorithms.imitation import recorded, select, solved, transcript
+from empo2_jax.algorithms.imitation import Transcripts, hold_out, transcripts
 from empo2_jax.assembly import Policy
 from empo2_jax.checkpoint import CheckpointStore
 from empo2_jax.checkpoint_files import check_writable
 from empo2_jax.config import Config, UpdateConfig
-from empo2_jax.config_offline import DEMONSTRATIONS, GOLD, WarmstartConfig
+from empo2_jax.config_offline import WarmstartConfig
 from empo2_jax.data.packing import pack
 from empo2_jax.envs.base import EnvironmentFamily
 from empo2_jax.errors import ConfigError, DataError
@@ -45,13 +45,10 @@ from empo2_jax.models.qwen2_config import Qwen2Config
 from empo2_jax.models.sharding import visible_devices
 from empo2_jax.models.word_tokenizer import pieces_of, write_word_tokenizer
 from empo2_jax.progress import RunProgress, note
-from empo2_jax.prompts import without_tips
 from empo2_jax.randomness import generator
 from empo2_jax.rollout.chat import Chat
 from empo2_jax.run_record import identity
 from empo2_jax.types import Message, Mode, Row, TrainBatch
-
-Transcripts = Sequence[Sequence[Message]]
 
 
 @dataclass
@@ -331,61 +328,6 @@ def _transcripts(config: Config, family: EnvironmentFamily, seed: int) -> list[l
     env = config.env.model_copy(update={"train_variations": config.warmstart.variations})
     with closing(assembly.make_family(config.model_copy(update={"env": env}))) as wider:
         return transcripts(wider, config.warmstart, seed)
-
-
-def transcripts(family: EnvironmentFamily, config: WarmstartConfig, seed: int) -> list[list[Message]]:
-    """What `warmstart.source` names, in its order, as far as the filters let it through.
-
-    Raises:
-        ConfigError: a source has nothing, or all of it was filtered out.
-        DataError: a run without readable episodes.
-    """
-    limits = {"min_score": config.min_score, "max_steps": config.max_steps, "only_success": config.only_success}
-    chats: list[list[Message]] = []
-    for source in config.source:
-        if source == DEMONSTRATIONS:
-            found = _demonstrations(family, config, seed)
-        else:
-            is_gold = source == GOLD
-            tasks = family.tasks("train") if is_gold else []
-            past = solved(family, tasks, config.demonstrations) if is_gold else recorded(Path(source), family.name)
-            found = [transcript(family, item) for item in select(past, **limits)]
-            if past and not found:
-                told = ", ".join(f"{name} = {value}" for name, value in limits.items())
-                raise ConfigError(f"warmstart.source {source}: none of {len(past)} episodes passes {told}")
-        if not found:
-            raise ConfigError(f"warmstart.updates > 0: environment {family.name} offers no {source}")
-        chats += found
-    return chats
-
-
-def _demonstrations(family: EnvironmentFamily, config: WarmstartConfig, seed: int) -> list[list[Message]]:
-    if not config.kinds:
-        return family.demonstrations("train", config.demonstrations, seed)
-    if unknown := set(config.kinds) - set(family.demonstration_kinds):
-        known = ", ".join(family.demonstration_kinds) or "none to choose from"
-        raise ConfigError(f"warmstart.kinds: {family.name} has no {min(unknown)!r}; its kinds are {known}")
-    return family.demonstrations("train", config.demonstrations, seed, config.kinds)
-
-
-def hold_out(chats: Transcripts, share: float, seed: int) -> tuple[Transcripts, Transcripts]:
-    """Transcripts to learn from, and those of a share of the problems (first turns) that only measure the loss.
-
-    A problem is the same with tips and without.
-
-    Raises:
-        ConfigError: fewer than two problems.
-    """
-    if not share:
-        return chats, []
-    problem_of = [without_tips(chat[0].content) for chat in chats]
-    problems = list(dict.fromkeys(problem_of))
-    if len(problems) < 2:
-        raise ConfigError(f"warmstart.held_out = {share}: one problem alone; at least two are needed")
-    count = min(max(1, round(share * len(problems))), len(problems) - 1)
-    apart = {problems[index] for index in generator(seed, "held-out").permutation(len(problems))[:count]}
-    learned = [chat for chat, problem in zip(chats, problem_of, strict=True) if problem not in apart]
-    return learned, [chat for chat, problem in zip(chats, problem_of, strict=True) if problem in apart]
 
 
 def _rows(chat: Chat, chats: Transcripts, context_weight: float, longest: int) -> list[Row]:

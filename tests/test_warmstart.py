@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from empo2_jax import warmstart
+from empo2_jax.algorithms.imitation import hold_out, transcripts
 from empo2_jax.config import Config
 from empo2_jax.config_file import load_config
 from empo2_jax.envs import toy
@@ -19,7 +20,7 @@ from empo2_jax.errors import ConfigError, DataError
 from empo2_jax.models.hf_weights import load_model
 from empo2_jax.prompts import tips_block
 from empo2_jax.types import Message, Row
-from empo2_jax.warmstart import Progress, answer_row, ensure_start, hold_out, make_start, transcripts
+from empo2_jax.warmstart import Progress, answer_row, ensure_start, make_start
 from tests.fixtures.worlds import word_chat, word_tokenizer
 
 CHAT = [

@@ -1,8 +1,9 @@
 """Imitation: what happened before, as transcripts to learn by heart (the first half of Retrospex, arXiv 2505.11807).
 
 Against `grpo`: nothing is sampled and no return is compared; the loss is the negative log-likelihood of recorded
-answers, −Σ log π(a | s, u), each under the prompt without tips. Here are the recordings: of any run directory or of
-the environment's own solutions, and the filters. The loss is in `learner/step.py`, the loop in `warmstart.py`.
+answers, −Σ log π(a | s, u), recorded ones under the prompt without tips. Here is what is imitated: recordings of any
+run directory, the environment's own solutions and demonstrations; with the filters, and what is held out. The loss is
+in `learner/step.py`, the loop in `warmstart.py`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,10 +12,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from empo2_jax.config_offline import DEMONSTRATIONS, GOLD, WarmstartConfig
 from empo2_jax.envs.base import EnvironmentFamily
 from empo2_jax.errors import ConfigError, DataError
 from empo2_jax.metrics import EPISODES_FOLDER, read_jsonl
+from empo2_jax.prompts import without_tips
+from empo2_jax.randomness import generator
 from empo2_jax.types import Message, StopReason, Task
+
+Transcripts = Sequence[Sequence[Message]]
 
 
 @dataclass(frozen=True)
@@ -118,3 +124,58 @@ def transcript(family: EnvironmentFamily, trajectory: Trajectory) -> list[Messag
         chat.append(Message("user", family.next_turn(turn.observation) if number else opening))
         chat.append(Message("assistant", turn.action))
     return chat
+
+
+def transcripts(family: EnvironmentFamily, config: WarmstartConfig, seed: int) -> list[list[Message]]:
+    """What `warmstart.source` names, in its order, as far as the filters let it through.
+
+    Raises:
+        ConfigError: a source has nothing, or all of it was filtered out.
+        DataError: a run without readable episodes.
+    """
+    limits = {"min_score": config.min_score, "max_steps": config.max_steps, "only_success": config.only_success}
+    chats: list[list[Message]] = []
+    for source in config.source:
+        if source == DEMONSTRATIONS:
+            found = _demonstrations(family, config, seed)
+        else:
+            is_gold = source == GOLD
+            tasks = family.tasks("train") if is_gold else []
+            past = solved(family, tasks, config.demonstrations) if is_gold else recorded(Path(source), family.name)
+            found = [transcript(family, item) for item in select(past, **limits)]
+            if past and not found:
+                told = ", ".join(f"{name} = {value}" for name, value in limits.items())
+                raise ConfigError(f"warmstart.source {source}: none of {len(past)} episodes passes {told}")
+        if not found:
+            raise ConfigError(f"warmstart.updates > 0: environment {family.name} offers no {source}")
+        chats += found
+    return chats
+
+
+def _demonstrations(family: EnvironmentFamily, config: WarmstartConfig, seed: int) -> list[list[Message]]:
+    if not config.kinds:
+        return family.demonstrations("train", config.demonstrations, seed)
+    if unknown := set(config.kinds) - set(family.demonstration_kinds):
+        known = ", ".join(family.demonstration_kinds) or "none to choose from"
+        raise ConfigError(f"warmstart.kinds: {family.name} has no {min(unknown)!r}; its kinds are {known}")
+    return family.demonstrations("train", config.demonstrations, seed, config.kinds)
+
+
+def hold_out(chats: Sequence[Sequence[Message]], share: float, seed: int) -> tuple[Transcripts, Transcripts]:
+    """Transcripts to learn from, and those of a share of the problems (first turns) that only measure the loss.
+
+    A problem is the same with tips and without.
+
+    Raises:
+        ConfigError: fewer than two problems.
+    """
+    if not share:
+        return chats, []
+    problem_of = [without_tips(chat[0].content) for chat in chats]
+    problems = list(dict.fromkeys(problem_of))
+    if len(problems) < 2:
+        raise ConfigError(f"warmstart.held_out = {share}: one problem alone; at least two are needed")
+    count = min(max(1, round(share * len(problems))), len(problems) - 1)
+    apart = {problems[index] for index in generator(seed, "held-out").permutation(len(problems))[:count]}
+    learned = [chat for chat, problem in zip(chats, problem_of, strict=True) if problem not in apart]
+    return learned, [chat for chat, problem in zip(chats, problem_of, strict=True) if problem in apart]
