@@ -7,32 +7,15 @@ from pathlib import Path
 import pytest
 
 from empo2_jax.checkpoint import CheckpointStore
-from tests.fixtures.processes import LIMIT_S, assert_same, finish, train_arguments
+from tests.fixtures.processes import EXHAUSTED, LIMIT_S, assert_same, finish, train_arguments
 from tests.fixtures.servers import running_server, tiny_folder, tiny_prompt
 
-# After so many calls a method asks XLA for 2^58 bytes, more than any address space has; then it is the `empo2` command.
-EXHAUSTED = """
-import importlib, sys
-import jax.numpy as jnp
-from empo2_jax.cli import main
-place, count = sys.argv[1:3]
-module, owner, name = place.split(":")
-owner = getattr(importlib.import_module("empo2_jax." + module), owner)
-method, calls = getattr(owner, name), 0
-def wrapped(*args, **kwargs):
-    global calls
-    calls += 1
-    if calls > int(count):
-        jnp.zeros(1 << 56)
-    return method(*args, **kwargs)
-setattr(owner, name, wrapped)
-sys.exit(main(sys.argv[3:]))
-"""
 ADVICE = "`empo2 plan` says what takes how much, see docs/troubleshooting.md#out-of-memory"
 
 
 def program(place: str, count: int) -> tuple[str, ...]:
-    return (sys.executable, "-c", EXHAUSTED, place, str(count))
+    """The command without memory at the call after `count` of them."""
+    return (sys.executable, "-c", EXHAUSTED, place, "before", str(count + 1))
 
 
 def arguments(run_dir: Path) -> list[str]:
