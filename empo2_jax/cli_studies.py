@@ -26,6 +26,8 @@ def add_commands(commands: Any, command: Callable[..., argparse.ArgumentParser])
     study.add_argument("--arms", metavar="A,B", help="only these arms (default: all)")
     text = "committed results: exit with 1 and name the cell unless they are reproduced within their intervals"
     study.add_argument("--check", type=Path, metavar="RESULTS", help=text)
+    text = "results of this study, made elsewhere: their runs count as finished, those that are missing are run"
+    study.add_argument("--continue", dest="known", type=Path, metavar="RESULTS", help=text)
     study.add_argument("--dry-run", action="store_true", help="print the runs and which are finished; run nothing")
 
 
@@ -57,6 +59,7 @@ def _study(options: argparse.Namespace) -> int:
 
     arms = names("--arms", options.arms)
     choice = {"seeds": options.seeds, "jobs": options.jobs, "arms": arms, "check": options.check}
+    choice["known"] = options.known
     if options.dry_run:
         print("\n".join(plan_lines(options.studies, options.out, **choice)))
         return 0

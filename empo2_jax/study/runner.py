@@ -1,7 +1,8 @@
 """`empo2 study`: what is missing is run, each run in its own process; one row per finished run; then tables and page.
 
-Rows are kept in `rows.jsonl`; a study that was stopped, or whose runs failed, goes on where it was. A run that fails
-is named and the others go on. Arms of equal configuration are one experiment and share its runs.
+Rows are kept in `rows.jsonl`; a study that was stopped, or whose runs failed, goes on where it was, and on another
+machine from results that were written there. A run that fails is named and the others go on. Arms of equal
+configuration are one experiment and share its runs.
 A study's folder belongs to one process at a time and to one study file.
 """
 
@@ -46,6 +47,7 @@ def run_studies(
     jobs: int = 2,
     arms: tuple[str, ...] = (),
     check: Path | None = None,
+    known: Path | None = None,
     command: Sequence[str] = (),
 ) -> bool:
     """Run what is missing of every study into `out/<study>`, print the tables, write results and page.
@@ -57,6 +59,7 @@ def run_studies(
         jobs: Runs at the same time.
         arms: Only these; none: all.
         check: Committed results that the (only) study has to reproduce.
+        known: Results of the (only) study made elsewhere: runs of the same configuration count as finished.
         command: The command line, for the results.
 
     Returns:
@@ -69,14 +72,14 @@ def run_studies(
         DataError: some runs failed; everything else was run and written.
         Stopped: by SIGTERM, as by Ctrl-C: the runs were asked to stop and have saved what was complete.
     """
-    studies, grids, committed = _checked(paths, seeds, jobs, arms, check)
+    studies, grids, committed, rows = _checked(paths, seeds, jobs, arms, check, known)
     good, failed = True, []
     with ExitStack() as stack:
         for study in studies:
             _claim(study, out / study.name, stack)
         for study, cells in zip(studies, grids, strict=True):
             with stopped_by_sigterm(f"study {study.name}: stopped"):
-                results = _run(study, cells, out / study.name, jobs, shlex.join(command))
+                results = _run(study, cells, rows, out / study.name, jobs, shlex.join(command))
             print_results(results)
             good &= results.better if committed is None else _reproduced(committed, results, arms)
             failed += [f"study {study.name}: {reason}" for reason in results.failed]
@@ -94,14 +97,15 @@ def plan_lines(
     jobs: int = 2,
     arms: tuple[str, ...] = (),
     check: Path | None = None,
+    known: Path | None = None,
 ) -> list[str]:
     """What `run_studies` would run, without touching `out`; it refuses what that would, except a folder in use."""
     lines = []
-    studies, grids, _ = _checked(paths, seeds, jobs, arms, check)
+    studies, grids, _, rows = _checked(paths, seeds, jobs, arms, check, known)
     for study, cells in zip(studies, grids, strict=True):
         check_writable(out / study.name)
         _check_owner(study, out / study.name)
-        done = _finished(cells, out / study.name / ROWS_FILE)
+        done = _finished(cells, out / study.name / ROWS_FILE, rows)
         lines.append(f"study {study.name}: {len(cells)} runs, {len(done)} finished; {study.tested} − {study.reference}")
         first: dict[str, Cell] = {}
         for cell in cells:
@@ -117,18 +121,35 @@ def plan_lines(
 
 
 def _checked(
-    paths: Sequence[Path], seeds: int | None, jobs: int, arms: tuple[str, ...], check: Path | None
-) -> tuple[list[Study], list[list[Cell]], Results | None]:
-    """The studies, their runs, and the committed results that the only one has to reproduce."""
+    paths: Sequence[Path],
+    seeds: int | None,
+    jobs: int,
+    arms: tuple[str, ...],
+    check: Path | None,
+    known: Path | None,
+) -> tuple[list[Study], list[list[Cell]], Results | None, list[Record]]:
+    """The studies, their runs, the results to be reproduced and the rows to go on from; both are of the only study."""
     at_least("--jobs", jobs, 1)
-    if check and len(paths) > 1:
-        raise ConfigError(f"--check {check}: one study is allowed, not {len(paths)}")
+    for option, path in (("--check", check), ("--continue", known)):
+        if path and len(paths) > 1:
+            raise ConfigError(f"{option} {path}: one study is allowed, not {len(paths)}")
+    if check and known:
+        raise ConfigError(f"--check {check} with --continue {known}: a check is of runs made here; one is allowed")
     studies = _load(paths)
     grids = [cells_of(study, seeds, arms) for study in studies]
     committed = read_results(check) if check else None
     if committed and (count := len({cell.seed for cell in grids[0]})) < LEAST_SEEDS:
         raise ConfigError(f"--check needs at least {LEAST_SEEDS} seeds, not {count}: fewer have no interval")
-    return studies, grids, committed
+    return studies, grids, committed, _known_rows(known, grids[0]) if known else []
+
+
+def _known_rows(path: Path, cells: Sequence[Cell]) -> list[Record]:
+    """Rows of a results file that are runs of these cells."""
+    wanted = {cell.fingerprint() for cell in cells}
+    rows = [row for row in read_results(path).rows if row.get("fingerprint") in wanted]
+    if not rows:
+        raise ConfigError(f"--continue {path}: none of its runs has a configuration and seed that is to be run here")
+    return rows
 
 
 def _load(paths: Sequence[Path]) -> list[Study]:
@@ -159,8 +180,12 @@ def _check_owner(study: Study, folder: Path) -> None:
         raise ConfigError(f"{folder}: belongs to the study {owner}, not to {study.path}; use another --out")
 
 
-def _run(study: Study, cells: Sequence[Cell], out: Path, jobs: int, command: str) -> Results:
+def _run(study: Study, cells: Sequence[Cell], known: Sequence[Record], out: Path, jobs: int, command: str) -> Results:
     log = JsonLines(out / ROWS_FILE)
+    kept = {row["fingerprint"] for row in _kept(out / ROWS_FILE)}
+    for name, row in {row["fingerprint"]: row for row in known}.items():
+        if name not in kept:
+            log.append(row)
     rows = _finished(cells, out / ROWS_FILE)
     missing: dict[str, list[Cell]] = {}  # cells that share a run, by its fingerprint
     for cell in cells:
@@ -201,12 +226,15 @@ def _folder(out: Path, cell: Cell) -> Path:
     return out / cell.arm.name / f"seed{cell.seed}"
 
 
-def _finished(cells: Sequence[Cell], file: Path) -> dict[tuple[str, int], Record]:
+def _finished(cells: Sequence[Cell], file: Path, known: Sequence[Record] = ()) -> dict[tuple[str, int], Record]:
     """Rows of these very runs, whatever arm they were made for; those of other configurations are left out."""
-    lines = read_jsonl(file) if file.is_file() else []
-    rows = [checked(KeptRow, line, f"{file}: line {number}") for number, line in enumerate(lines, 1)]
-    made = {row["fingerprint"]: row for row in rows}
+    made = {row["fingerprint"]: row for row in (*known, *_kept(file))}
     return {(cell.arm.name, cell.seed): _as(cell, made[name]) for cell in cells if (name := cell.fingerprint()) in made}
+
+
+def _kept(file: Path) -> list[Record]:
+    lines = read_jsonl(file) if file.is_file() else []
+    return [checked(KeptRow, line, f"{file}: line {number}") for number, line in enumerate(lines, 1)]
 
 
 def _as(cell: Cell, row: Record) -> Record:

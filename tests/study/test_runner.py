@@ -20,7 +20,7 @@ from empo2_jax.study.results import RESULTS_FILE, read_results, write_results
 from empo2_jax.study.runs import Processes
 from tests.fixtures.processes import line_count, start, stop_when
 from tests.fixtures.recorded import write_lines
-from tests.fixtures.studies import make_row, make_study
+from tests.fixtures.studies import make_results, make_row, make_study
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,6 +82,39 @@ def test_rows_of_another_configuration_do_not_count(tmp_path: Path, runs: Runs) 
     (tmp_path / "base.toml").write_text('[run]\niterations = 3\n[env]\nname = "toy"\n[update]\nepochs = 2\n')
     runner.run_studies([path], tmp_path / "out", seeds=1)
     assert runs.cells == [("new", 0), ("old", 0)] * 3
+
+
+def test_a_study_goes_on_elsewhere_from_its_results(
+    tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, results = make_study(tmp_path), tmp_path / "results.json"
+    path.write_text(f"{path.read_text()}[arms.again]\nalgorithm.p_memory = 0.25\n")
+    runner.run_studies([path], tmp_path / "here", seeds=2)
+    write_results(results, read_results(tmp_path / "here/small" / RESULTS_FILE))
+    there = ["study", str(path), "--out", str(tmp_path / "there")]
+    capsys.readouterr()
+    assert main([*there, "--continue", str(results), "--dry-run"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "study small: 9 runs, 6 finished; new − old"
+    del runs.cells[:]
+    assert main([*there, "--continue", str(results)]) == 0
+    assert runs.cells == [("new", 2), ("old", 2)]
+    assert main(there) == main([*there, "--continue", str(results)]) == 0  # the rows are kept, each once
+    assert len(runs.cells) == 2 and len(read_jsonl(tmp_path / "there/small/rows.jsonl")) == 6
+    whole = read_results(tmp_path / "there/small" / RESULTS_FILE)
+    assert [row["score"] for row in whole.of("again")] == [80.0, 81.0, 82.0]
+
+
+def test_results_of_other_runs_cannot_be_gone_on_from(tmp_path: Path, runs: Runs) -> None:
+    path, results = make_study(tmp_path), tmp_path / "results.json"
+    write_results(results, make_results({"new": [1.0], "old": [2.0]}))
+    for choice, message in (
+        ({"paths": [path]}, "results.json: none of its runs has a configuration and seed that is to be run here"),
+        ({"paths": [path, path]}, r"--continue .*results.json: one study is allowed, not 2"),
+        ({"paths": [path], "check": results}, "a check is of runs made here; one is allowed"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            runner.run_studies(out=tmp_path / "out", known=results, **choice)
+    assert runs.cells == [] and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("key", ["arm", "fingerprint", "score"])
