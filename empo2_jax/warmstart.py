@@ -46,9 +46,12 @@ from empo2_jax.models.sharding import visible_devices
 from empo2_jax.models.word_tokenizer import pieces_of, write_word_tokenizer
 from empo2_jax.progress import RunProgress, note
 from empo2_jax.randomness import generator
+from empo2_jax.readers import read_json
 from empo2_jax.rollout.chat import Chat
 from empo2_jax.run_record import identity
 from empo2_jax.types import Message, Mode, Row, TrainBatch
+
+TRANSCRIPTS_FILE = "transcripts.json"  # beside the checkpoints of a start that is not at its end
 
 
 @dataclass
@@ -167,7 +170,8 @@ def make_start(config: Config, family: EnvironmentFamily, folder: Path) -> None:
     `before.json` in the folder is the panel of the untrained policy, absent for a random one.
     """
     seed = _seed(config)
-    chats = _transcripts(config, family, seed)
+    begun = folder.with_name(f"{folder.name}.{_origin(config)[:12]}.partial")  # an interrupted one goes on there
+    chats = _transcripts(config, family, seed, begun / TRANSCRIPTS_FILE)
     with tempfile.TemporaryDirectory(prefix="empo2-random-") as place:
         base = None
         if config.warmstart.init == "random":
@@ -178,7 +182,6 @@ def make_start(config: Config, family: EnvironmentFamily, folder: Path) -> None:
         policy = assembly.load_policy(config.model, base)
         before = None if base else _evaluate_untrained(config, policy, family)
         note(f"warm start: {config.warmstart.updates} updates on {', '.join(config.warmstart.source)}")
-        begun = folder.with_name(f"{folder.name}.{_origin(config)[:12]}.partial")  # an interrupted one goes on there
         with RunProgress(config.warmstart.updates, unit="update") as progress:
             params, facts = train(
                 policy,
@@ -321,7 +324,17 @@ def train(
     return state.params if best is None else best, facts
 
 
-def _transcripts(config: Config, family: EnvironmentFamily, seed: int) -> list[list[Message]]:
+def _transcripts(config: Config, family: EnvironmentFamily, seed: int, kept: Path) -> list[list[Message]]:
+    """As an interrupted start left them in `kept`: simulators take as long to play them as the training takes."""
+    if kept.is_file():
+        return read_json(kept, list[list[Message]])
+    chats = _played(config, family, seed)
+    if distributed.current().writes:
+        write_atomically(kept, json.dumps([[asdict(message) for message in chat] for chat in chats]))
+    return chats
+
+
+def _played(config: Config, family: EnvironmentFamily, seed: int) -> list[list[Message]]:
     """Of the family's training problems, or of `warmstart.variations` of them."""
     if not config.warmstart.variations:
         return transcripts(family, config.warmstart, seed)

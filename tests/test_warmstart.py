@@ -141,11 +141,26 @@ def test_an_interrupted_start_ends_with_the_same_weights(tmp_path: Path, monkeyp
         ensure_start(tiny(*options), toy.family(), tmp_path / "cut")
     assert not (tmp_path / "cut").exists()
     assert [path.name for path in tmp_path.glob("cut.*.partial/checkpoints/*")] == ["2"]
+    monkeypatch.setattr(warmstart, "transcripts", None)  # which were made, and are not made again
     cut = ensure_start(tiny(*options), toy.family(), tmp_path / "cut")
     chex.assert_trees_all_equal(load_file(cut / "model.safetensors"), load_file(whole / "model.safetensors"))
     for name in ("losses.json", "imitation.json"):
         assert (cut / name).read_text() == (whole / name).read_text()
     assert not list(tmp_path.glob("cut.*"))
+
+
+def test_damaged_transcripts_of_an_interrupted_start_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(warmstart, "train", interrupt)
+        ensure_start(tiny(), toy.family(), tmp_path / "cut")
+    (kept,) = tmp_path.glob("cut.*.partial/transcripts.json")
+    assert len(json.loads(kept.read_text())) == 12
+    kept.write_text('[[{"role": "user"}]]')
+    with pytest.raises(DataError, match=r"transcripts.json: .*content is missing"):
+        ensure_start(tiny(), toy.family(), tmp_path / "cut")
 
 
 def test_gold_paths_and_runs_are_filtered_and_come_in_the_order_of_the_sources(tmp_path: Path):
