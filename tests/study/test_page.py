@@ -171,6 +171,8 @@ def test_the_page_fits_a_phone_and_a_desk_in_a_real_browser(tmp_path: Path, widt
         assert tab.evaluate("document.documentElement.scrollWidth") <= width
         assert tab.evaluate("document.querySelectorAll('svg text').length") > 100
         assert tab.evaluate(CUT_OFF) == []
+        size = tab.evaluate("getComputedStyle(document.querySelector('svg text')).fontSize")
+        assert size == ("15px" if width < 500 else "13px")  # of 480 units that are as wide as the screen
         # wide tables scroll in themselves, and the keyboard gets there
         assert tab.evaluate("[...document.querySelectorAll('.scroll')].every(box => box.tabIndex === 0)")
         assert tab.evaluate("[...document.querySelectorAll('svg')].every(svg => svg.getAttribute('aria-label'))")
