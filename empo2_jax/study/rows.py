@@ -60,6 +60,7 @@ class NamedRow(Row):
 
     arm: str
     seed: int
+    fingerprint: str = ""  # of its configuration; earlier results had none
 
 
 class KeptRow(NamedRow):

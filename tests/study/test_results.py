@@ -210,6 +210,7 @@ def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> Non
         ({"seed": 2}, r"rows\[7\] is a second one of arm old, seed 2"),
         ({"adaptation": {"score": []}}, r"rows\[7\].adaptation.score = \[\]: a length of at least 1"),
         ({"adaptation": None}, r"rows\[7\].adaptation = None: "),
+        ({"fingerprint": []}, r"rows\[7\].fingerprint = \[\]: text is allowed"),
     ],
 )
 def test_results_that_cannot_be_are_refused(tmp_path: Path, change: dict[str, Any], said: str) -> None:
