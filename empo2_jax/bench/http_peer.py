@@ -4,6 +4,7 @@ This is how the paper's released code serves its memory: keys stay the lists tha
 each is a dot product over two norms. As a program it is that server, and lives as long as its standard input.
 """
 
+import atexit
 import http.client
 import json
 import os
@@ -25,6 +26,7 @@ def peer(entries: int, clusters: int, queries: int) -> Side:
     """Client of a server of its own; its CPU seconds count too."""
     command = [sys.executable, "-m", "empo2_jax.bench.http_peer", str(entries), str(clusters)]
     server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    atexit.register(server.communicate)  # ends it with this process, and is not left to the collector
     assert server.stdout is not None
     port = int(server.stdout.readline())
 

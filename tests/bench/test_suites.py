@@ -41,7 +41,6 @@ def test_both_sides_agree(name):
     arguments = TINY.get(name) or TINY[name.partition("/")[0]]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # the peer's library deprecates its own documented calls
-        warnings.simplefilter("ignore", ResourceWarning)  # the peer's server lives as long as this process
         ours, peer = (make(function, arguments) for function in (case.ours, case.peer))
         for side in (ours, peer):
             side.run()
