@@ -33,7 +33,7 @@ from empo2_jax.study.results import (
     write_results,
 )
 from empo2_jax.study.rows import KeptRow, checked
-from empo2_jax.study.runs import Processes, adapt_command, run_cell, train_command
+from empo2_jax.study.runs import Processes, adapt_command, run_cell, share_cores, train_command
 from empo2_jax.study.tables import print_results
 
 ROWS_FILE, SOURCE_FILE = "rows.jsonl", "study.path"  # the latter names the study file that a folder belongs to
@@ -193,7 +193,8 @@ def _run(study: Study, cells: Sequence[Cell], known: Sequence[Record], out: Path
             missing.setdefault(cell.fingerprint(), []).append(cell)
     failed: list[str] = []
     console = Console()
-    threads, processes = ThreadPoolExecutor(max_workers=jobs), Processes()
+    jobs = max(min(jobs, len(missing)), 1)
+    threads, processes = ThreadPoolExecutor(jobs, initializer=share_cores(jobs)), Processes()
     try:
         futures = {
             threads.submit(run_cell, alike[0], _folder(out, alike[0]), processes): alike for alike in missing.values()

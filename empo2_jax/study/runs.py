@@ -5,7 +5,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,8 +20,6 @@ from empo2_jax.report.parts import is_number
 from empo2_jax.run_record import read_facts
 from empo2_jax.study.base import STARTS, Cell
 from empo2_jax.study.rows import EVALUATED, SPENT, TRIED, Row, checked, problems_key
-
-_ONE_THREAD = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "OMP_NUM_THREADS": "1"}
 
 
 def train_command(cell: Cell, folder: Path) -> list[str]:
@@ -42,6 +41,24 @@ def adapt_command(cell: Cell, folder: Path) -> list[str]:
     return ["adapt", str(folder), "--trials", str(cell.trials), *panel]
 
 
+def share_cores(jobs: int) -> Callable[[], None]:
+    """What each of `jobs` threads calls first, so that processes started by it have an equal part of the cores.
+
+    XLA, BLAS and simulators start a thread per core that they see; those of several runs would wait for each other.
+    Threads that are more than the cores share them in turn. Nothing happens where the system has no affinity (macOS).
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        return lambda: None
+    cores, numbers = sorted(os.sched_getaffinity(0)), count()
+
+    def take() -> None:
+        job = next(numbers)
+        part = cores[job * len(cores) // jobs : (job + 1) * len(cores) // jobs]
+        os.sched_setaffinity(0, part or [cores[job % len(cores)]])  # of this thread, and handed on to its processes
+
+    return take
+
+
 class Processes:
     """The `empo2` processes of a study: started from several threads, ended together."""
 
@@ -55,14 +72,8 @@ class Processes:
         with self._lock:
             if self._stopped:
                 return 143, "stopped"
-            process = subprocess.Popen(
-                command,
-                env=os.environ | _ONE_THREAD,
-                text=True,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-            )
+            null = subprocess.DEVNULL
+            process = subprocess.Popen(command, text=True, stdin=null, stdout=null, stderr=subprocess.PIPE)
             self._running.add(process)
         _, errors = process.communicate()
         with self._lock:

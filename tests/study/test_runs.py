@@ -1,6 +1,11 @@
 """The row of a run, read from its files."""
 
+import os
+import subprocess
+import sys
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +18,7 @@ from empo2_jax.errors import DataError
 from empo2_jax.metrics import JsonLines, read_jsonl
 from empo2_jax.run_record import identity
 from empo2_jax.study.base import cells_of, load_study
-from empo2_jax.study.runs import Processes, adapt_command, row_of, run_cell, task_scores, train_command
+from empo2_jax.study.runs import Processes, adapt_command, row_of, run_cell, share_cores, task_scores, train_command
 from tests.fixtures.recorded import write_lines
 from tests.fixtures.studies import make_adaptation, make_run, make_study
 
@@ -221,3 +226,22 @@ def test_what_another_version_left_is_named(tmp_path: Path, file: str, change: d
     write_lines(folder / file, first, last | change)
     with pytest.raises(DataError, match=said):
         row_of(folder)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system has no affinity")
+@pytest.mark.parametrize("jobs", [1, 2, 3, 64])
+def test_jobs_share_the_cores(jobs: int) -> None:
+    own, started = os.sched_getaffinity(0), threading.Barrier(jobs)
+
+    def seen() -> set[int]:
+        started.wait(60)  # so that every thread gets one
+        command = [sys.executable, "-c", "import os; print(*os.sched_getaffinity(0))"]
+        return set(map(int, subprocess.check_output(command, text=True).split()))
+
+    with ThreadPoolExecutor(jobs, initializer=share_cores(jobs)) as threads:
+        parts = [job.result() for job in [threads.submit(seen) for _ in range(jobs)]]
+    assert set.union(*parts) == own == os.sched_getaffinity(0)
+    if jobs <= len(own):
+        assert sum(map(len, parts)) == len(own) and max(map(len, parts)) - min(map(len, parts)) <= 1
+    else:
+        assert all(len(part) == 1 for part in parts)
