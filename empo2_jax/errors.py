@@ -127,7 +127,8 @@ def in_one_line(error: Empo2Error | OSError | MemoryError | RuntimeError) -> str
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return _out_of_memory("the host", error)
     if isinstance(error, OSError):
-        return f"{error.filename}: {error.strerror or error}" if error.filename else error.strerror or str(error)
+        said = " ".join((error.strerror or str(error)).split()) or type(error).__name__
+        return f"{error.filename}: {said}" if error.filename else said
     return _out_of_memory("the device", error) if _is_about_memory(error) else None
 
 

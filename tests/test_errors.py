@@ -81,6 +81,8 @@ XLA, ADVICE = (
             OSError(errno.ENOMEM, "Cannot allocate memory"),
             "the host is out of memory: [Errno 12] Cannot allocate memory",
         ),
+        (OSError("\n first\nsecond"), "first second"),
+        (ConnectionResetError(), "ConnectionResetError"),
         (MemoryError(), "the host is out of memory"),
         (MemoryError("Unable to allocate 8.00 PiB"), "the host is out of memory: Unable to allocate 8.00 PiB"),
         (

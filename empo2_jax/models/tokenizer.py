@@ -61,6 +61,10 @@ class Tokenizer:
             made.chat_text([Message("user", "hello")], True)
         return made
 
+    def __str__(self) -> str:
+        """The folder, for messages."""
+        return str(self._folder)
+
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without added special tokens."""
         return self._backend.backend_tokenizer.encode(text, add_special_tokens=False).ids

@@ -19,7 +19,7 @@ _USER, _ANSWER = "qzuserzq", "qzanswerzq"
 
 @runtime_checkable
 class ChatTokenizer(Protocol):
-    """What the chat needs of a tokenizer; `models.tokenizer.Tokenizer` has it."""
+    """What the chat needs of a tokenizer; `models.tokenizer.Tokenizer` has it. Its `str` says which one, in errors."""
 
     stop_ids: tuple[int, ...]
 
@@ -48,13 +48,15 @@ class Chat:
         closed = tokenizer.chat_text([*system, user, answer], False)
         kept = whole.startswith(first + _ANSWER) and closed.startswith(first + _ANSWER)
         if first.count(_USER) != 1 or whole.count(_USER) != 2 or whole.count(_ANSWER) != 1 or not kept:
-            raise DataError("chat template: a user turn must appear once and earlier turns must not change")
+            raise DataError(
+                f"{tokenizer}: chat template: a user turn must appear once and earlier turns must not change"
+            )
         self._open = tuple(first.split(_USER))
         self._next = tuple(whole.removeprefix(first + _ANSWER).split(_USER))
         self._close = closed.removeprefix(first + _ANSWER)
         close_ids = tokenizer.encode(self._close)
         if not close_ids:
-            raise DataError("chat template: an assistant turn must be closed by a token")
+            raise DataError(f"{tokenizer}: chat template: an assistant turn must be closed by a token")
         self.close_id = close_ids[0]
 
     @property

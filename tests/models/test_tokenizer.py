@@ -1,12 +1,14 @@
 """Ids, chat text and stop ids of a byte-level tokenizer made here."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from empo2_jax.errors import DataError
 from empo2_jax.models.tokenizer import Tokenizer
+from empo2_jax.rollout.chat import Chat
 from empo2_jax.types import Message
 
 VOCAB = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *"abcdefghijklmnopqrstuvwxyz", "Ġ", "Ċ", "ab", "Ġab"]
@@ -127,3 +129,17 @@ def test_a_template_that_fails_or_reaches_for_python_is_one_error(template: str,
     with pytest.raises(DataError, match=r": chat template: \w+: "):
         Tokenizer.load(folder).chat_text([Message("user", "look")], True)
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "a user turn must appear once"),
+        ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", "earlier turns must not change"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "an assistant turn must be closed by a token"),
+    ],
+)
+def test_a_template_that_no_transcript_can_have_is_named(template: str, said: str, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write(tmp_path, {"eos_token": "<|im_end|>", "chat_template": template}))
+    with pytest.raises(DataError, match=f"^{re.escape(str(tmp_path))}: chat template: .*{said}"):
+        Chat(tokenizer)
