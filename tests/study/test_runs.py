@@ -228,7 +228,7 @@ def test_what_another_version_left_is_named(tmp_path: Path, file: str, change: d
         row_of(folder)
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system has no affinity")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can")
 @pytest.mark.parametrize("jobs", [1, 2, 3, 64])
 def test_jobs_share_the_cores(jobs: int) -> None:
     own, started = os.sched_getaffinity(0), threading.Barrier(jobs)
