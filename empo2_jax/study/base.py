@@ -91,15 +91,23 @@ class Cell:
 
     def fingerprint(self) -> str:
         """Hash of everything that reaches its numbers."""
-        values: list[Any] = [settings(self.arm.config(self.seed)), self.trials]
-        if self.panel:
-            values.append(load_panel(self.panel).model_dump_json())
-        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+        panel = [load_panel(self.panel).model_dump_json()] if self.panel else []
+        return fingerprint(settings(self.arm.config(self.seed)), self.trials, *panel)
+
+
+def fingerprint(values: Mapping[str, Any], trials: int, *panel: str) -> str:
+    """Hash of a run's `settings`, its trials of adaptation, and the panel of these where it is another."""
+    return hashlib.sha256(json.dumps([values, trials, *panel], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def settings(config: Config) -> dict[str, Any]:
     """`section.key` to value of all that reaches the numbers of a finished run: its identity, and its length."""
     return identity(config) | {"run.iterations": config.run.iterations, "reflexion.trials": config.reflexion.trials}
+
+
+def completed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`settings` as they were recorded, with the defaults of keys that there were not yet."""
+    return json.loads(json.dumps(settings(Config()) | dict(values)))
 
 
 def load_study(path: Path) -> Study:

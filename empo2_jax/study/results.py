@@ -16,7 +16,7 @@ from typing import Any
 from empo2_jax.errors import DataError
 from empo2_jax.metrics import Record, write_atomically
 from empo2_jax.readers import read_json
-from empo2_jax.study.base import Arm, Cell, Study, check_same_panel, settings
+from empo2_jax.study.base import Arm, Cell, Study, check_same_panel, completed, fingerprint, settings
 from empo2_jax.study.rows import TRIED, ResultsFile, checked
 from empo2_jax.study.statistics import Estimate, bootstrap, by_stratum, interquartile_mean, paired_interval
 
@@ -59,6 +59,15 @@ class Results:
         """Of all code that made the rows, in their order; one, where nothing was changed in between."""
         made = (f"{row.get('earlier_commits', '')}, {row['commit'] or 'unknown'}".split(", ") for row in self.rows)
         return list(dict.fromkeys(name for names in made for name in names if name))
+
+    def fingerprint(self, row: Record) -> str:
+        """Of a run as today's code has it, keys that were added since at their defaults.
+
+        The panel of an adaptation to other problems is not in a results file: such a row has the recorded one alone.
+        """
+        values = completed(self.arms[row["arm"]]["config"]) | {"run.seed": row["seed"]}
+        trials = len(row["adaptation"]["score"]) if "adaptation" in row and row["protocol"] != TRIED else 0
+        return fingerprint(values, trials)
 
     def score(self, arm: str) -> Estimate:
         """Interquartile mean of an arm's scores over seeds and tasks."""
@@ -151,7 +160,7 @@ def differences(committed: Results, fresh: Results, left_out: Sequence[str] = ()
         if arm not in committed.arms:
             found.append(f"{arm}: no such arm in the committed results")
             continue
-        old = committed.arms[arm]["config"]
+        old = completed(committed.arms[arm]["config"])
         changed = [
             f"{key} was {old[key]!r}, is {now!r}" for key, now in record["config"].items() if old.get(key, now) != now
         ]

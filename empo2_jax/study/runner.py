@@ -145,8 +145,9 @@ def _checked(
 
 def _known_rows(path: Path, cells: Sequence[Cell]) -> list[Record]:
     """Rows of a results file that are runs of these cells."""
-    wanted = {cell.fingerprint() for cell in cells}
-    rows = [row for row in read_results(path).rows if row.get("fingerprint") in wanted]
+    wanted, results = {cell.fingerprint() for cell in cells}, read_results(path)
+    named = [(row, {row.get("fingerprint", ""), results.fingerprint(row)} & wanted) for row in results.rows]
+    rows = [row | {"fingerprint": name} for row, names in named for name in names]
     if not rows:
         raise ConfigError(f"--continue {path}: none of its runs has a configuration and seed that is to be run here")
     return rows

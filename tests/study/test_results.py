@@ -31,6 +31,7 @@ def test_committed_results_are_of_their_study_and_make_a_page(path: Path, tmp_pa
     results, study = read_results(path), load_study(ROOT / f"configs/studies/{path.stem}.toml")
     assert results.study == study.name and set(results.arms) <= set(study.arms)
     assert not results.failed and not differences(results, results)
+    assert {results.fingerprint(row) for row in results.rows} <= {cell.fingerprint() for cell in cells_of(study)}
     assert write_page(results, tmp_path / "page.html").stat().st_size > 10_000
 
 

@@ -104,6 +104,22 @@ def test_a_study_goes_on_elsewhere_from_its_results(
     assert [row["score"] for row in whole.of("again")] == [80.0, 81.0, 82.0]
 
 
+def test_a_study_goes_on_from_results_of_earlier_code(tmp_path: Path, runs: Runs) -> None:
+    path, results = make_study(tmp_path), tmp_path / "results.json"
+    runner.run_studies([path], tmp_path / "here", seeds=2)
+    made = json.loads((tmp_path / "here/small" / RESULTS_FILE).read_text())
+    for row in made["rows"]:
+        row["fingerprint"] = "of a configuration without the key"
+    for arm in made["arms"].values():
+        del arm["config"]["warmstart.kinds"]  # has its default in the study
+    results.write_text(json.dumps(made))
+    assert runner.plan_lines([path], tmp_path / "there", known=results)[0].startswith("study small: 6 runs, 4 finished")
+    for arm in made["arms"].values():
+        del arm["config"]["algorithm.p_memory"]  # has not, in the arm `old`
+    results.write_text(json.dumps(made))
+    assert runner.plan_lines([path], tmp_path / "there", known=results)[0].startswith("study small: 6 runs, 2 finished")
+
+
 def test_results_of_other_runs_cannot_be_gone_on_from(tmp_path: Path, runs: Runs) -> None:
     path, results = make_study(tmp_path), tmp_path / "results.json"
     write_results(results, make_results({"new": [1.0], "old": [2.0]}))
