@@ -25,6 +25,7 @@ class Table:
     rows: list[list[str]]
 
 
+_LONGEST_LINE = 100_000  # letters of a printed table
 TRIED_NOTE = " † Of the last trial, which has seen test rewards."
 
 
@@ -72,12 +73,15 @@ def scores(results: Results) -> Table:
 
 
 def seeds(results: Results) -> Table:
-    """Score of every run."""
+    """Score of every run: one row per arm, one column per seed."""
     by_arm = {name: {row["seed"]: row["score"] for row in results.of(name)} for name in results.names}
     numbers = sorted({seed for scores in by_arm.values() for seed in scores})
-    rows = [[str(n), *(f"{s[n]:.1f}" if n in s else "missing" for s in by_arm.values())] for n in numbers]
-    columns = ["seed", *(marked(results, name) for name in by_arm)]
-    return Table("Seeds", f"Score without memory of every run, points.{tried_note(results)}", columns, rows)
+    rows = [
+        [marked(results, name), *(f"{scores[n]:.1f}" if n in scores else "missing" for n in numbers)]
+        for name, scores in by_arm.items()
+    ]
+    note = f"Score without memory of every run, points.{tried_note(results)}"
+    return Table("Seeds", note, ["arm", *map(str, numbers)], rows)
 
 
 def tasks(results: Results) -> Table:
@@ -164,7 +168,9 @@ def print_results(results: Results) -> None:
         console.print(f"study {results.study}: no finished run")
         return
     for table in tables(results):
-        console.print(_rich(f"study {results.study}: {table.title.lower()}", table.columns, table.rows))
+        made = _rich(f"study {results.study}: {table.title.lower()}", table.columns, table.rows)
+        natural = Console(width=_LONGEST_LINE).measure(made).maximum
+        Console(width=max(console.width, natural)).print(made)  # on a narrow terminal lines go on below, nothing is cut
     for remark in remarks(results):
         console.print(remark, style="yellow", markup=False, soft_wrap=True)
 

@@ -20,8 +20,8 @@ def test_tables_have_the_numbers() -> None:
     first, second = scores(results).rows
     assert first[:3] == ["new", "4", "85.0"] and first[4:] == ["85.0", ""]
     assert second[:3] == ["old", "2", "20.0"] and second[5].startswith("+65.0 [")
-    assert seeds(results).rows == [["0", "80.0", "10.0"], ["1", "90.0", "30.0"], ["2", "100.0", "missing"],
-                                   ["3", "70.0", "missing"]]  # fmt: skip
+    assert seeds(results).columns == ["arm", "0", "1", "2", "3"]
+    assert seeds(results).rows == [["new", "80.0", "90.0", "100.0", "70.0"], ["old", "10.0", "30.0", *2 * ["missing"]]]
     assert cost(results).rows[0] == ["new", "120", "8", "10", "20", "30", "4", "25"]
     unknown = [row | {"memory_share": None} for row in results.rows]
     assert cost(replace(results, rows=unknown)).rows[0][-1] == "–"
@@ -108,7 +108,8 @@ def test_scores_that_have_seen_test_rewards_are_marked_and_in_no_curve_of_traini
     results = replace(results, rows=[row | (changed if row["arm"] == "old" else {}) for row in results.rows])
     assert [row[0] for row in scores(results).rows] == ["new", "old †"]
     assert scores(results).note.endswith("† Of the last trial, which has seen test rewards.")
-    assert seeds(results).columns == ["seed", "new", "old †"] and seeds(results).note.endswith("seen test rewards.")
+    assert [row[0] for row in seeds(results).rows] == ["new", "old †"]
+    assert seeds(results).note.endswith("seen test rewards.")
     arms = {figure.title: {row[0] for row in figure.table.rows} for figure in figures(results)}
     assert arms["Scores"] == {"new", "old †"} and arms["What each change costs"] == {"old †"}
     for title in ("Learning curves", "Training score", "Score against wall time", "Entropy"):
@@ -119,6 +120,18 @@ def test_scores_that_have_seen_test_rewards_are_marked_and_in_no_curve_of_traini
     assert said in text and "new: the score" not in text
     print_results(results)
     assert said in capsys.readouterr().out
+
+
+def test_a_printed_table_is_as_wide_as_its_numbers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    scores = {f"an_arm_with_a_long_name_{n:02}": [100 * n + seed / 8 for seed in range(20)] for n in range(30)}
+    print_results(make_results(scores))
+    text = capsys.readouterr().out
+    assert "…" not in text
+    for name, values in scores.items():
+        assert name in text and all(f" {value:.1f} " in text for value in values)
 
 
 def test_runs_on_other_problems_are_said(tmp_path: Path) -> None:
