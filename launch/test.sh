@@ -47,8 +47,6 @@ audit=0
 run .venv/bin/python launch/audit.py || audit=$?
 ((audit == 0 || audit == 3)) || exit "$audit"
 
-# One thread per process: the test processes share the cores, and oversubscribed XLA is slower than none.
-export XLA_FLAGS="${XLA_FLAGS:-} --xla_cpu_multi_thread_eigen=false" OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 # pytest exits with 5 when it collects nothing, which `set -e` turns into a failure.
 run .venv/bin/python -m pytest -m "$marks" -n "${WORKERS:-2}" --dist loadfile --durations 10 ${arguments[@]+"${arguments[@]}"}
 ((audit == 0)) || echo "test: the audit of the dependencies was skipped, see above" >&2

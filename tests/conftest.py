@@ -14,6 +14,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE / "test_compilations"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 
+if sys.platform == "linux" and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
+    # Workers and what they start have cores of their own: XLA, BLAS and simulators start a thread per core they see.
+    cores, workers = sorted(os.sched_getaffinity(0)), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.sched_setaffinity(0, cores[int(worker.removeprefix("gw")) % len(cores) :: workers])
+
 import jax  # noqa: E402  (the platform is chosen above)
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
