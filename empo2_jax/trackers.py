@@ -43,14 +43,20 @@ class WandbTracker:
 
         self.run_id = run_id or uuid.uuid4().hex
         os.environ.setdefault("WANDB_PROJECT", PROJECT)
-        quiet = {"silent": True, "disable_git": True, "disable_code": True, "console": "off", "x_disable_meta": True}
         self._run = wandb.init(
             id=self.run_id,
             name=run_dir.resolve().name,
             dir=str(run_dir),
             resume="allow",
             config=dict(config),
-            settings=wandb.Settings(**quiet, x_disable_stats=True),
+            settings=wandb.Settings(
+                silent=True,
+                disable_git=True,
+                disable_code=True,
+                console="off",
+                x_disable_meta=True,
+                x_disable_stats=True,
+            ),
         )
 
     def write(self, iteration: int, values: Mapping[str, float]) -> None:
