@@ -79,7 +79,9 @@ base = "{own}"
 """)
     arms = {name: arm.config(0) for name, arm in load_study(file).arms.items()}
     assert list(arms) == list(ABLATIONS.arms)
-    assert {config.model.path for config in arms.values()} == {load_config(base).model.path}
+    assert {(config.model.path, config.env) for config in arms.values()} == {
+        (load_config(base).model.path, load_config(base).env)
+    }
     imitation = load_config(own).warmstart
     assert arms["retrospex"].warmstart == imitation and imitation.updates == 300
 

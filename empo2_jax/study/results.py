@@ -15,8 +15,9 @@ from typing import Any
 
 from empo2_jax.errors import DataError
 from empo2_jax.metrics import Record, write_atomically
+from empo2_jax.panels import load_panel
 from empo2_jax.readers import read_json
-from empo2_jax.study.base import Arm, Cell, Study, check_same_panel, completed, fingerprint, settings
+from empo2_jax.study.base import Cell, Study, check_same_panel, completed, fingerprint, settings
 from empo2_jax.study.rows import TRIED, ResultsFile, checked
 from empo2_jax.study.statistics import Estimate, bootstrap, by_stratum, interquartile_mean, paired_interval
 
@@ -60,14 +61,15 @@ class Results:
         made = (f"{row.get('earlier_commits', '')}, {row['commit'] or 'unknown'}".split(", ") for row in self.rows)
         return list(dict.fromkeys(name for names in made for name in names if name))
 
-    def fingerprint(self, row: Record) -> str:
-        """Of a run as today's code has it, keys that were added since at their defaults.
+    def fingerprint_today(self, row: Record) -> str:
+        """What `Cell.fingerprint` is for the same run, by today's code: keys added since have their defaults.
 
-        The panel of an adaptation to other problems is not in a results file: such a row has the recorded one alone.
+        A key that is gone since, or trials that are missing, make it that of no cell.
         """
-        values = completed(self.arms[row["arm"]]["config"]) | {"run.seed": row["seed"]}
+        arm = self.arms[row["arm"]]
         trials = len(row["adaptation"]["score"]) if "adaptation" in row and row["protocol"] != TRIED else 0
-        return fingerprint(values, trials)
+        panel = [arm["adaptation_panel"]] if "adaptation_panel" in arm else []
+        return fingerprint(completed(arm["config"]) | {"run.seed": row["seed"]}, trials, *panel)
 
     def score(self, arm: str) -> Estimate:
         """Interquartile mean of an arm's scores over seeds and tasks."""
@@ -96,13 +98,15 @@ def collect(
         "python": platform.python_version(),
         **{name: version(name) for name in ("empo2_jax", "jax", "numpy")},
     }
-    arms = {name: _arm_record(arm) for name, arm in study.arms.items() if any(cell.arm == arm for cell in cells)}
+    arms = {cell.arm.name: _arm_record(cell) for cell in cells}
+    arms = {name: arms[name] for name in study.arms if name in arms}
     return Results(study.name, study.tested, study.reference, command, facts, arms, list(rows), list(failed))
 
 
-def _arm_record(arm: Arm) -> Record:
+def _arm_record(cell: Cell) -> Record:
+    arm, panel = cell.arm, {"adaptation_panel": load_panel(cell.panel).model_dump_json()} if cell.panel else {}
     config = {key: value for key, value in settings(arm.config(0)).items() if key != "run.seed"}
-    return {"base": str(arm.base), "overrides": list(arm.overrides), "config": json.loads(json.dumps(config))}
+    return {"base": str(arm.base), "overrides": list(arm.overrides), "config": json.loads(json.dumps(config)), **panel}
 
 
 def write_results(path: Path, results: Results) -> None:
@@ -162,7 +166,7 @@ def differences(committed: Results, fresh: Results, left_out: Sequence[str] = ()
             continue
         old = completed(committed.arms[arm]["config"])
         changed = [
-            f"{key} was {old[key]!r}, is {now!r}" for key, now in record["config"].items() if old.get(key, now) != now
+            f"{key} was {old.get(key)!r}, is {now!r}" for key, now in record["config"].items() if old.get(key) != now
         ]
         if changed:
             found.append(f"{arm}: another configuration: {'; '.join(changed[:3])}")

@@ -17,6 +17,7 @@ from empo2_jax.records import Curve
 
 EVALUATED, TRIED = "evaluation", "trials"  # without memory; or with reflections of earlier trials
 SPENT = ("environment_steps", "prompt_tokens", "sampled_tokens", "tip_calls")
+Score = Annotated[float, Field(ge=-1e6, le=1e6)]  # points; sums of many are numbers, too
 Point = Annotated[tuple[int, float, float], Field(strict=False)]
 TrainingPoint = Annotated[tuple[int, float, float | None, float], Field(strict=False)]
 
@@ -39,9 +40,9 @@ class Row(_Shape):
     commit: str
     earlier_commits: str = ""
     protocol: Literal["evaluation", "trials"]
-    score: float
+    score: Score
     success: float
-    tasks: dict[str, float] = Field(min_length=1)
+    tasks: dict[str, Score] = Field(min_length=1)
     panel: list[Point]
     training: list[TrainingPoint]
     updates: float
@@ -59,7 +60,7 @@ class NamedRow(Row):
     """The row of a cell."""
 
     arm: str
-    seed: int
+    seed: int = Field(ge=0)
     fingerprint: str = ""  # of its configuration; earlier results had none
 
 
@@ -73,6 +74,7 @@ class _Arm(_Shape):
     base: str
     overrides: list[str]
     config: dict[str, Any]
+    adaptation_panel: Annotated[str, Field(default="")]  # as JSON, where it is not the one of the evaluations
 
 
 class ResultsFile(_Shape):

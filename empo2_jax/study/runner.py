@@ -146,11 +146,18 @@ def _checked(
 def _known_rows(path: Path, cells: Sequence[Cell]) -> list[Record]:
     """Rows of a results file that are runs of these cells."""
     wanted, results = {cell.fingerprint() for cell in cells}, read_results(path)
-    named = [(row, {row.get("fingerprint", ""), results.fingerprint(row)} & wanted) for row in results.rows]
-    rows = [row | {"fingerprint": name} for row, names in named for name in names]
-    if not rows:
+    rows: dict[str, Record] = {}
+    for row in results.rows:
+        name = results.fingerprint_today(row)
+        if rows.setdefault(name, row)["score"] != row["score"]:
+            first = rows[name]
+            raise DataError(
+                f"{path}: arm {first['arm']} and arm {row['arm']}, seed {row['seed']}, are one configuration and have "
+                f"scores of {first['score']} and {row['score']}; equal ones are allowed"
+            )
+    if not rows.keys() & wanted:
         raise ConfigError(f"--continue {path}: none of its runs has a configuration and seed that is to be run here")
-    return rows
+    return [row | {"fingerprint": name} for name, row in rows.items() if name in wanted]
 
 
 def _load(paths: Sequence[Path]) -> list[Study]:
@@ -184,8 +191,8 @@ def _check_owner(study: Study, folder: Path) -> None:
 def _run(study: Study, cells: Sequence[Cell], known: Sequence[Record], out: Path, jobs: int, command: str) -> Results:
     log = JsonLines(out / ROWS_FILE)
     kept = {row["fingerprint"] for row in _kept(out / ROWS_FILE)}
-    for name, row in {row["fingerprint"]: row for row in known}.items():
-        if name not in kept:
+    for row in known:
+        if row["fingerprint"] not in kept:
             log.append(row)
     rows = _finished(cells, out / ROWS_FILE)
     missing: dict[str, list[Cell]] = {}  # cells that share a run, by its fingerprint

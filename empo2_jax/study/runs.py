@@ -45,7 +45,7 @@ def share_cores(jobs: int) -> Callable[[], None]:
     """What each of `jobs` threads calls first, so that processes started by it have an equal part of the cores.
 
     XLA, BLAS and simulators start a thread per core that they see; those of several runs would wait for each other.
-    Threads that are more than the cores share them in turn. Only Linux can.
+    Threads that are more than the cores share them in turn. Nothing is done on systems other than Linux.
     """
     if sys.platform != "linux":
         return lambda: None

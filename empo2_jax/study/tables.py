@@ -6,6 +6,7 @@ from statistics import fmean
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table as RichTable
 
 from empo2_jax.metrics import Record
@@ -163,20 +164,18 @@ def interval_text(estimate: Estimate, signed: bool = False, digits: int = 1) -> 
 
 def print_results(results: Results) -> None:
     """All tables on the terminal, and what has to be said of them."""
-    console = Console()
+    console = Console(width=_LONGEST_LINE)  # on a narrow terminal lines go on below, nothing is cut off
     if not results.rows:
         console.print(f"study {results.study}: no finished run")
         return
     for table in tables(results):
-        made = _rich(f"study {results.study}: {table.title.lower()}", table.columns, table.rows)
-        natural = Console(width=_LONGEST_LINE).measure(made).maximum
-        Console(width=max(console.width, natural)).print(made)  # on a narrow terminal lines go on below, nothing is cut
+        console.print(_rich(f"study {results.study}: {table.title.lower()}", table.columns, table.rows))
     for remark in remarks(results):
         console.print(remark, style="yellow", markup=False, soft_wrap=True)
 
 
 def _rich(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> RichTable:
-    made = RichTable(*columns, title=title)
+    made = RichTable(*map(escape, columns), title=escape(title))
     for row in rows:
-        made.add_row(*row)
+        made.add_row(*map(escape, row))
     return made

@@ -122,6 +122,12 @@ def test_scores_that_have_seen_test_rewards_are_marked_and_in_no_curve_of_traini
     assert said in capsys.readouterr().out
 
 
+def test_a_printed_name_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    print_results(make_results({"[/x]": [1.0], "[bold]old": [2.0]}, study="[/a]"))
+    text = capsys.readouterr().out
+    assert "study [/a]: scores" in text and " [/x] " in text and " [bold]old " in text
+
+
 def test_a_printed_table_is_as_wide_as_its_numbers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,7 +31,9 @@ def test_committed_results_are_of_their_study_and_make_a_page(path: Path, tmp_pa
     results, study = read_results(path), load_study(ROOT / f"configs/studies/{path.stem}.toml")
     assert results.study == study.name and set(results.arms) <= set(study.arms)
     assert not results.failed and not differences(results, results)
-    assert {results.fingerprint(row) for row in results.rows} <= {cell.fingerprint() for cell in cells_of(study)}
+    cells = {(cell.arm.name, cell.seed): cell.fingerprint() for cell in cells_of(study)}
+    for row in results.rows:
+        assert results.fingerprint_today(row) == cells[row["arm"], row["seed"]]
     assert write_page(results, tmp_path / "page.html").stat().st_size > 10_000
 
 
@@ -136,11 +138,14 @@ def test_a_part_of_the_toy_study_does_not_pass_for_it() -> None:
 
 def test_another_configuration_panel_seed_or_arm_is_named() -> None:
     committed, fresh = make_results(SCORES), make_results(SCORES)
-    changed = {name: arm | {"config": {"update.epochs": 2, "new.key": 1}} for name, arm in fresh.arms.items()}
+    changed = {name: arm | {"config": {"update.epochs": 2}} for name, arm in fresh.arms.items()}
     assert differences(committed, replace(fresh, arms=changed)) == [
         "new: another configuration: update.epochs was 1, is 2",
         "old: another configuration: update.epochs was 1, is 2",
     ]
+    for value, said in ((0.25, []), (0.5, ["new: another configuration: algorithm.p_memory was 0.25, is 0.5"])):
+        added = fresh.arms["new"]["config"] | {"algorithm.p_memory": value}  # the committed results have no such key
+        assert differences(committed, replace(fresh, arms=fresh.arms | {"new": {"config": added}})) == said
     assert differences(make_results({"new": SCORES["new"], "other": [0.0]}), fresh) == [
         "other: the committed results have it, and no run of it is there",
         "old: no such arm in the committed results",

@@ -108,16 +108,39 @@ def test_a_study_goes_on_from_results_of_earlier_code(tmp_path: Path, runs: Runs
     path, results = make_study(tmp_path), tmp_path / "results.json"
     runner.run_studies([path], tmp_path / "here", seeds=2)
     made = json.loads((tmp_path / "here/small" / RESULTS_FILE).read_text())
-    for row in made["rows"]:
-        row["fingerprint"] = "of a configuration without the key"
     for arm in made["arms"].values():
         del arm["config"]["warmstart.kinds"]  # has its default in the study
     results.write_text(json.dumps(made))
     assert runner.plan_lines([path], tmp_path / "there", known=results)[0].startswith("study small: 6 runs, 4 finished")
-    for arm in made["arms"].values():
-        del arm["config"]["algorithm.p_memory"]  # has not, in the arm `old`
+    made["arms"]["old"]["config"]["algorithm.p_memory"] = 0.5
     results.write_text(json.dumps(made))
     assert runner.plan_lines([path], tmp_path / "there", known=results)[0].startswith("study small: 6 runs, 2 finished")
+    del made["arms"]["old"]["config"]["algorithm.p_memory"]  # then it was 0.25, as in the arm `new`
+    results.write_text(json.dumps(made))
+    said = "results.json: arm new and arm old, seed 0, are one configuration and have scores of 80.0 and 20.0; equal"
+    with pytest.raises(DataError, match=said):
+        runner.plan_lines([path], tmp_path / "there", known=results)
+
+
+def test_a_run_with_other_trials_of_adaptation_is_another(tmp_path: Path, runs: Runs) -> None:
+    path, results = make_study(tmp_path), tmp_path / "results.json"
+    text, panel = path.read_text(), ROOT / "configs/panels/toy_unseen.toml"
+    asked = 'adaptation_trials = 2\nadaptation_arms = ["new"]\n'
+    path.write_text(f'{asked}adaptation_panel = "{panel}"\n{text}')
+    runner.run_studies([path], tmp_path / "here", seeds=1)
+    made = json.loads((tmp_path / "here/small" / RESULTS_FILE).read_text())
+
+    def finished(adaptation: Record | None) -> str:
+        row = {key: value for key, value in made["rows"][0].items() if key != "adaptation"}
+        rows = [row | ({"adaptation": adaptation} if adaptation else {}), *made["rows"][1:]]
+        results.write_text(json.dumps(made | {"rows": rows}))
+        return runner.plan_lines([path], tmp_path / "there", known=results)[0]
+
+    assert "6 runs, 2 finished" in finished({"score": [1.0, 2.0], "best": [1.0, 2.0]})
+    assert "6 runs, 1 finished" in finished({"score": [1.0], "best": [1.0]})
+    assert "6 runs, 1 finished" in finished(None)
+    path.write_text(f"{asked}{text}")  # on the problems of the evaluations
+    assert "6 runs, 1 finished" in finished({"score": [1.0, 2.0], "best": [1.0, 2.0]})
 
 
 def test_results_of_other_runs_cannot_be_gone_on_from(tmp_path: Path, runs: Runs) -> None:
