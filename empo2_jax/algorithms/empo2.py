@@ -1,7 +1,7 @@
 """EMPO² (paper sections 4.1 to 4.3). Against GRPO: some episodes act with tips, and novelty is part of the return.
 
 An episode acts with tips with probability p; given tips, it is learned as if there had been none with probability q.
-With p = 0 and no novelty this is GRPO.
+With p = 0 and no novelty this is GRPO. The loss of all modes, equations 1 and 2, is in `ops/losses.py`.
 """
 
 from collections.abc import Sequence

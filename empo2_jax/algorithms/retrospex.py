@@ -1,10 +1,11 @@
 """Retrospex (arXiv 2505.11807, section 3): an offline critic rescores what an imitating policy proposes.
 
 Against `imitation`, whose policy it acts with: recorded failures count too, in a critic apart from the policy, trained
-by implicit Q-learning (arXiv 2110.06169). At step t the action of the highest λ·p + (1 − λ)·q is taken, with
-λ = max(limit, d^t), p the policy's likelihood and q the critic's value, both min-max normalized over the proposals. As
-in the paper's comparison, ScienceWorld's hand-made rules for "focus on" and "teleport" are left out. No weight of the
-policy changes after imitation. The networks are in `learner/critic.py`, the sampling in `rollout/rescore.py`.
+by implicit Q-learning (arXiv 2110.06169, equations 5 and 6: `ops/iql.py`). At step t the action of the highest
+λ·p + (1 − λ)·q is taken, with λ = max(limit, d^t), p the policy's likelihood and q the critic's value, both min-max
+normalized over the proposals. As in the paper's comparison, ScienceWorld's hand-made rules for "focus on" and
+"teleport" are left out. No weight of the policy changes after imitation. The networks are in `learner/critic.py`, the
+sampling in `rollout/rescore.py`.
 """
 
 from collections.abc import Callable, Sequence

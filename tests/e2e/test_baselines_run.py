@@ -1,4 +1,4 @@
-"""Reflexion and Retrospex on the real worlds by their shipped files, with a tiny random policy."""
+"""The baselines on the real worlds by their shipped files, with a tiny random policy."""
 
 import json
 import re
@@ -33,6 +33,9 @@ SMALL = (
     *("--evaluation.variations", "2", "--evaluation.repeats", "1"),
 )
 OWN = {
+    "naive": ("--run.iterations", "0"),
+    "grpo": (),
+    "gigpo": (),
     "reflexion": ("--reflexion.trials", "2"),
     "retrospex": (
         *("--retrospex.gold", "2", "--retrospex.updates", "20"),
@@ -66,7 +69,11 @@ def test_a_shipped_baseline_runs(world: str, system: str, tmp_path: Path) -> Non
     done = empo2("train", str(config), *options, *SMALL, *WORLDS[world], *OWN[system])
     assert done.returncode == 0, done.stderr[-2000:]
     assert (run_dir / "report.html").is_file()
-    if system == "reflexion":
+    if system in ("naive", "grpo", "gigpo"):
+        labels = [line["label"] for line in read_jsonl(run_dir / "evaluations.jsonl")]
+        assert labels == (["start"] if system == "naive" else ["start", "end"])
+        assert [line["total/tip_calls"] for line in read_metrics(run_dir)] == [0.0] * (len(labels) - 1)
+    elif system == "reflexion":
         (record,) = read_jsonl(run_dir / "adaptations.jsonl")
         assert record["complete"] and len(record["score"]) == len(read_metrics(run_dir)) == 2
         trials = [read_jsonl(run_dir / f"episodes/{number}.jsonl") for number in (1, 2)]

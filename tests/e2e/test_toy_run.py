@@ -5,11 +5,13 @@ import os
 import re
 import shutil
 import subprocess
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from empo2_jax import assembly
 from empo2_jax.checkpoint import CheckpointStore
@@ -18,6 +20,7 @@ from empo2_jax.metrics import read_jsonl, read_metrics, untimed
 from empo2_jax.ops.losses import policy_loss
 from empo2_jax.rollout.sglang import COUNTED
 from tests.fixtures.processes import ROOT, empo2, train_arguments
+from tests.fixtures.remote import VENV, sglang_servers
 
 pytestmark = pytest.mark.medium
 
@@ -325,6 +328,26 @@ def test_the_exported_policy_answers_as_the_readme_says(
     asked = names["tokenizer"].decode(names["prompt"]["input_ids"][0])
     answered = capsys.readouterr().out.strip()
     assert answered.startswith(asked) and len(answered) > len(asked) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (VENV / "bin/python").is_file(), reason="no SGLang; bash launch/sglang_cpu.sh makes one")
+def test_sglang_serves_the_exported_policy_as_the_readme_says(toy_run: Path, tmp_path: Path) -> None:
+    policy = tmp_path / "policy"
+    assert main(["convert", "to-hf", str(toy_run), str(policy)]) == 0
+    body = re.findall(r"/generate -H .+?\n  -d '(.+?)'", (ROOT / "README.md").read_text(encoding="utf-8"))[0]
+    asked = json.loads(body)
+    asked["sampling_params"]["temperature"] = 0.0
+    with sglang_servers(tmp_path, 1, {}, policy) as (url,):
+        request = urllib.request.Request(
+            f"{url}/generate", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            answered = json.load(answer)
+    tokenizer, model = AutoTokenizer.from_pretrained(policy), AutoModelForCausalLM.from_pretrained(policy)
+    prompt = tokenizer(asked["text"], return_tensors="pt")
+    expected = model.generate(**prompt, max_new_tokens=asked["sampling_params"]["max_new_tokens"], do_sample=False)[0]
+    assert answered["output_ids"] == expected[prompt["input_ids"].shape[1] :].tolist()
 
 
 def test_random_distillation_resumes_bit_for_bit(tmp_path: Path) -> None:
