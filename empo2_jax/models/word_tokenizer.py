@@ -32,7 +32,7 @@ def pieces_of(texts: Iterable[str]) -> list[str]:
 
 
 def write_word_tokenizer(folder: Path, vocabulary: Sequence[str], *, pieces: bool = False) -> int:
-    """Write tokenizer.json, its chat template and settings into `folder`; returns the number of ids.
+    """Write tokenizer.json, its chat template, settings and stop ids into `folder`; returns the number of ids.
 
     Args:
         folder: Made if it is not there.
@@ -52,6 +52,8 @@ def write_word_tokenizer(folder: Path, vocabulary: Sequence[str], *, pieces: boo
     template = PIECE_TEMPLATE if pieces else CHAT_TEMPLATE
     settings = {"chat_template": template, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
+    stops = {"eos_token_id": [numbers["<|im_end|>"], numbers["<|endoftext|>"]]}  # for `generate` of transformers
+    (folder / "generation_config.json").write_text(json.dumps(stops), encoding="utf-8")
     return len(names)
 
 

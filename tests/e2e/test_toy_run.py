@@ -11,14 +11,17 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import torch
+from transformers import AutoModelForCausalLM
 
 from empo2_jax import assembly
 from empo2_jax.checkpoint import CheckpointStore
 from empo2_jax.cli import main
 from empo2_jax.metrics import read_jsonl, read_metrics, untimed
+from empo2_jax.models.tokenizer import Tokenizer
 from empo2_jax.ops.losses import policy_loss
 from empo2_jax.rollout.sglang import COUNTED
+from empo2_jax.types import Message
 from tests.fixtures.processes import ROOT, empo2, train_arguments
 from tests.fixtures.remote import VENV, sglang_servers
 
@@ -325,6 +328,9 @@ def test_the_exported_policy_answers_as_the_readme_says(
     assert len(check.split("\n\n")[-1].splitlines()) == 4  # and the import
     names: dict[str, Any] = {}
     exec(compile(check.replace('"policy"', repr(str(policy))), "README.md", "exec"), names)
+    ours = Tokenizer.load(policy)
+    ids = ours.encode(ours.chat_text([Message("user", "look around")], add_generation_prompt=True))
+    assert names["prompt"]["input_ids"][0].tolist() == ids
     asked = names["tokenizer"].decode(names["prompt"]["input_ids"][0])
     answered = capsys.readouterr().out.strip()
     assert answered.startswith(asked) and len(answered) > len(asked) > 0
@@ -338,16 +344,17 @@ def test_sglang_serves_the_exported_policy_as_the_readme_says(toy_run: Path, tmp
     body = re.findall(r"/generate -H .+?\n  -d '(.+?)'", (ROOT / "README.md").read_text(encoding="utf-8"))[0]
     asked = json.loads(body)
     asked["sampling_params"]["temperature"] = 0.0
+    del asked["text"]  # of no token that `AutoTokenizer` finds in a closed vocabulary
+    asked["input_ids"] = Tokenizer.load(policy).encode("look in the kitchen")
     with sglang_servers(tmp_path, 1, {}, policy) as (url,):
         request = urllib.request.Request(
             f"{url}/generate", json.dumps(asked).encode(), {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=60) as answer:
             answered = json.load(answer)
-    tokenizer, model = AutoTokenizer.from_pretrained(policy), AutoModelForCausalLM.from_pretrained(policy)
-    prompt = tokenizer(asked["text"], return_tensors="pt")
-    expected = model.generate(**prompt, max_new_tokens=asked["sampling_params"]["max_new_tokens"], do_sample=False)[0]
-    assert answered["output_ids"] == expected[prompt["input_ids"].shape[1] :].tolist()
+    model, prompt = AutoModelForCausalLM.from_pretrained(policy), torch.tensor([asked["input_ids"]])
+    expected = model.generate(prompt, max_new_tokens=asked["sampling_params"]["max_new_tokens"], do_sample=False)[0]
+    assert answered["output_ids"] == expected[prompt.shape[1] :].tolist() and prompt.shape[1] == 4
 
 
 def test_random_distillation_resumes_bit_for_bit(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+import pytest
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
 from empo2_jax.models.tokenizer import Tokenizer
 from empo2_jax.models.word_tokenizer import pieces_of, write_word_tokenizer
 from empo2_jax.rollout.chat import Chat
@@ -32,3 +35,15 @@ def test_words_of_a_closed_vocabulary_are_joined_by_spaces(tmp_path: Path) -> No
     tokenizer = Tokenizer.load(tmp_path)
     assert size == 4 + 3 + 5 == tokenizer.size
     assert tokenizer.decode(tokenizer.encode("Go to the kitchen.")) == "go to the kitchen ."
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_transformers_reads_it_as_we_do(pieces: bool, tmp_path: Path) -> None:
+    write_word_tokenizer(tmp_path, pieces_of(TEXTS), pieces=pieces)
+    stops = GenerationConfig.from_pretrained(tmp_path).eos_token_id
+    ours, theirs = Tokenizer.load(tmp_path), PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert tuple(stops) == ours.stop_ids == (2, 0)
+    for text in TEXTS:
+        ids = theirs(text)["input_ids"]
+        assert ids == ours.encode(text) and len(ids) > 8
+        assert theirs.decode(ids, skip_special_tokens=True) == ours.decode(ids)
