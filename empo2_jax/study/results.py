@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from empo2_jax.errors import DataError
+from empo2_jax.errors import ConfigError, DataError
 from empo2_jax.metrics import Record, write_atomically
 from empo2_jax.panels import load_panel
 from empo2_jax.readers import read_json
@@ -161,20 +161,29 @@ def differences(committed: Results, fresh: Results, left_out: Sequence[str] = ()
     missing = [arm for arm in committed.names if arm not in fresh.names and arm not in left_out]
     found += [f"{arm}: the committed results have it, and no run of it is there" for arm in missing]
     for arm, record in fresh.arms.items():
-        if arm not in committed.arms:
-            found.append(f"{arm}: no such arm in the committed results")
-            continue
-        old = completed(committed.arms[arm]["config"])
-        changed = [
-            f"{key} was {old.get(key)!r}, is {now!r}" for key, now in record["config"].items() if old.get(key) != now
-        ]
-        if changed:
-            found.append(f"{arm}: another configuration: {'; '.join(changed[:3])}")
-        if arm in fresh.names:
+        if change := _change(committed, arm, record["config"]):
+            found.append(change)
+        if arm in committed.arms and arm in fresh.names:
             before, now = ({row["seed"]: row for row in results.of(arm)} for results in (committed, fresh))
             found += [f"{arm}: seed {seed} was not run" for seed in sorted(before.keys() & seeds - now.keys())]
             found += _arm_differences(arm, before, now)
     return found
+
+
+def check_comparable(committed: Results, cells: Sequence[Cell], option: str) -> None:
+    """Raise `ConfigError` where no arm of these runs has its committed configuration: nothing could be reproduced."""
+    records = {cell.arm.name: _arm_record(cell) for cell in cells}
+    changes = [_change(committed, arm, record["config"]) for arm, record in records.items()]
+    if all(changes):
+        raise ConfigError(f"{option}: {changes[0]}")
+
+
+def _change(committed: Results, arm: str, config: Record) -> str:
+    if arm not in committed.arms:
+        return f"{arm}: no such arm in the committed results"
+    old = completed(committed.arms[arm]["config"])
+    changed = [f"{key} was {old.get(key)!r}, is {now!r}" for key, now in config.items() if old.get(key) != now]
+    return f"{arm}: another configuration: {'; '.join(changed[:3])}" if changed else ""
 
 
 def _arm_differences(arm: str, committed: BySeed, fresh: BySeed) -> list[str]:

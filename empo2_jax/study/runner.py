@@ -27,6 +27,7 @@ from empo2_jax.study.results import (
     LEAST_SEEDS,
     RESULTS_FILE,
     Results,
+    check_comparable,
     collect,
     differences,
     read_results,
@@ -141,24 +142,24 @@ def _checked(
     if committed and (count := len({cell.seed for cell in grids[0]})) < LEAST_SEEDS:
         raise ConfigError(f"--check needs at least {LEAST_SEEDS} seeds, not {count}: fewer have no interval")
     if committed:
-        _rows_of(grids[0], committed, f"--check {check}")  # one run at least can be reproduced
-    return studies, grids, committed, _rows_of(grids[0], read_results(known), f"--continue {known}") if known else []
+        check_comparable(committed, grids[0], f"--check {check}")
+    return studies, grids, committed, _known_rows(known, grids[0]) if known else []
 
 
-def _rows_of(cells: Sequence[Cell], results: Results, option: str) -> list[Record]:
-    """Rows of a results file that are runs of these cells; `option` names the file in errors."""
-    wanted = {cell.fingerprint() for cell in cells}
+def _known_rows(path: Path, cells: Sequence[Cell]) -> list[Record]:
+    """Rows of a results file that are runs of these cells."""
+    wanted, results = {cell.fingerprint() for cell in cells}, read_results(path)
     rows: dict[str, Record] = {}
     for row in results.rows:
         name = results.fingerprint_today(row)
         if rows.setdefault(name, row)["score"] != row["score"]:
             first = rows[name]
             raise DataError(
-                f"{option}: arm {first['arm']} and arm {row['arm']}, seed {row['seed']}, are one configuration and "
-                f"have scores of {first['score']} and {row['score']}; equal ones are allowed"
+                f"{path}: arm {first['arm']} and arm {row['arm']}, seed {row['seed']}, are one configuration and have "
+                f"scores of {first['score']} and {row['score']}; equal ones are allowed"
             )
     if not rows.keys() & wanted:
-        raise ConfigError(f"{option}: none of its runs has a configuration and seed that is to be run here")
+        raise ConfigError(f"--continue {path}: none of its runs has a configuration and seed that is to be run here")
     return [row | {"fingerprint": name} for name, row in rows.items() if name in wanted]
 
 

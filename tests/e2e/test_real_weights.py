@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtyping import Array, Float, Int32
+from transformers import AutoTokenizer
 
 from empo2_jax.assembly import load_policy
 from empo2_jax.config import ModelConfig
@@ -26,6 +27,14 @@ TURNS = (
 def _logits(model: Qwen2, ids: Int32[Array, " T"]) -> Float[Array, "T V"]:
     positions = jnp.arange(ids.shape[0], dtype=jnp.int32)[None]
     return model(ids[None], positions, jnp.ones_like(positions))[0] @ model.head.T
+
+
+@pytest.mark.slow
+def test_auto_tokenizer_gives_our_ids() -> None:
+    ours = load_policy(ModelConfig(path="smollm2-135m-instruct")).tokenizer
+    theirs = AutoTokenizer.from_pretrained(str(ours))
+    for text in (*TURNS, "look around", "you scored 75 of 100 ²½", "don't\n\n  x"):
+        assert theirs(text)["input_ids"] == ours.encode(text)
 
 
 @pytest.mark.slow

@@ -5,10 +5,10 @@ import os
 import re
 import shutil
 import subprocess
-import urllib.request
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jax.numpy as jnp
 import pytest
 import torch
@@ -338,23 +338,16 @@ def test_the_exported_policy_answers_as_the_readme_says(
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (VENV / "bin/python").is_file(), reason="no SGLang; bash launch/sglang_cpu.sh makes one")
-def test_sglang_serves_the_exported_policy_as_the_readme_says(toy_run: Path, tmp_path: Path) -> None:
+def test_sglang_answers_an_exported_policy_as_transformers_does(toy_run: Path, tmp_path: Path) -> None:
     policy = tmp_path / "policy"
     assert main(["convert", "to-hf", str(toy_run), str(policy)]) == 0
-    body = re.findall(r"/generate -H .+?\n  -d '(.+?)'", (ROOT / "README.md").read_text(encoding="utf-8"))[0]
-    asked = json.loads(body)
-    asked["sampling_params"]["temperature"] = 0.0
-    del asked["text"]  # of no token that `AutoTokenizer` finds in a closed vocabulary
-    asked["input_ids"] = Tokenizer.load(policy).encode("look in the kitchen")
+    ids = Tokenizer.load(policy).encode("look in the kitchen")
+    asked = {"input_ids": ids, "sampling_params": {"max_new_tokens": 16, "temperature": 0.0}}
     with sglang_servers(tmp_path, 1, {}, policy) as (url,):
-        request = urllib.request.Request(
-            f"{url}/generate", json.dumps(asked).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            answered = json.load(answer)
-    model, prompt = AutoModelForCausalLM.from_pretrained(policy), torch.tensor([asked["input_ids"]])
-    expected = model.generate(prompt, max_new_tokens=asked["sampling_params"]["max_new_tokens"], do_sample=False)[0]
-    assert answered["output_ids"] == expected[prompt.shape[1] :].tolist() and prompt.shape[1] == 4
+        answered = httpx.post(f"{url}/generate", json=asked, timeout=60, trust_env=False).json()
+    model = AutoModelForCausalLM.from_pretrained(policy)
+    expected = model.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)[0]
+    assert answered["output_ids"] == expected[len(ids) :].tolist() and len(ids) == 4
 
 
 def test_random_distillation_resumes_bit_for_bit(tmp_path: Path) -> None:
