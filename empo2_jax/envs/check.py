@@ -152,16 +152,12 @@ def _compared(
     problems: Sequence[tuple[Task, Sequence[str]]],
     views: Sequence[Sequence[Transcript]],
 ) -> list[str]:
-    """Per problem "equal", or where the package's score differs first; None as its score is a step to pass over."""
+    """Per problem "equal", or where the package's score differs first."""
     played = [(task, actions[: len(seen[0].scores)]) for (task, actions), seen in zip(problems, views, strict=True)]
     told = []
     for (_, actions), seen, theirs in zip(played, views, module.package_scores(config, played), strict=True):
         steps = zip(actions, seen[0].scores, theirs, strict=True)
-        differing = [
-            f"{theirs:g}, ours {ours:g} after {action!r}"
-            for action, ours, theirs in steps
-            if theirs not in (None, ours)
-        ]
+        differing = [f"{theirs:g}, ours {ours:g} after {action!r}" for action, ours, theirs in steps if theirs != ours]
         told.append(differing[0] if differing else "equal")
     return told
 

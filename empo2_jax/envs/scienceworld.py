@@ -178,18 +178,17 @@ def from_config(config: EnvConfig, *, panel: int, workers: int) -> ScienceWorldF
     )
 
 
-def package_scores(config: EnvConfig, problems: Sequence[tuple[Task, Sequence[str]]]) -> Iterator[list[float | None]]:
+def package_scores(config: EnvConfig, problems: Sequence[tuple[Task, Sequence[str]]]) -> Iterator[list[float]]:
     """Per problem the score after each action as the package's own client tells it, for `empo2 envs check --package`.
 
-    None where it asks which of several readings is meant: there ours may have chosen already. Where `env.deterministic`
-    is set its Java is too, else the same number may stand for another reading. Its lists of valid actions change its
-    world (`Jvm.valid_actions`), so it makes none.
+    It chooses between readings that look the same as ours does. Where `env.deterministic` is set its Java is too, else
+    the same number may stand for another reading. Its lists of valid actions change its world (`Jvm.valid_actions`), so
+    it makes none.
     """
     world = PackageWorld(DETERMINISTIC_FLAGS if config.deterministic else (), lists=False)
     try:
         for task, actions in problems:
-            seen = world.play(task, config.simplification, actions)
-            yield [None if scienceworld_text.asks(reply) else score for reply, score in seen]
+            yield [score for _, score in world.play(task, config.simplification, actions, settle=True)]
     finally:
         world.close()
 

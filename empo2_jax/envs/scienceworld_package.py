@@ -9,7 +9,9 @@ from pathlib import Path
 
 from scienceworld import ScienceWorldEnv
 
+from empo2_jax.envs.actions import options, settled
 from empo2_jax.envs.scienceworld_jvm import java_path
+from empo2_jax.envs.scienceworld_text import asks
 from empo2_jax.types import Task
 
 _OPTIONS = "JAVA_TOOL_OPTIONS"
@@ -42,12 +44,19 @@ class PackageWorld:
             os.environ.pop(_OPTIONS)
             os.environ |= {_OPTIONS: before} if before else {}
 
-    def play(self, task: Task, simplification: str, actions: Sequence[str]) -> Iterator[tuple[str, float]]:
-        """Reply and score (points) after each action; the end of an episode is not minded."""
+    def play(
+        self, task: Task, simplification: str, actions: Sequence[str], *, settle: bool = False
+    ) -> Iterator[tuple[str, float]]:
+        """Reply and score (points) after each action; the end of an episode is not minded.
+
+        With `settle`, questions between readings that look the same are answered as our environment does.
+        """
         self._world.load(task.name, task.variation, simplification)
         self._world.reset()
         for action in actions:
             reply, _, _, information = self._world.step(action)
+            if settle and asks(reply) and (number := settled(action, options(reply))):
+                reply, _, _, information = self._world.step(number)
             yield reply, float(information["score"])
 
     def close(self) -> None:
