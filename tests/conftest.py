@@ -12,7 +12,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Also read by the processes that tests start.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE / "test_compilations"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 if sys.platform == "linux" and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
     # Workers and what they start have cores of their own: XLA, BLAS and simulators start a thread per core they see.
